@@ -1,0 +1,79 @@
+"""tpukern: write, check, tune and ship TPU kernels for PyTorch, on a machine that has no TPU.
+
+Importing this package is cheap: it loads neither torch, jax, helion nor libtpu. Every public name is looked up in
+`_EXPORTS` on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpukern.errors import (
+    CompileError,
+    ConfigError,
+    DeviceError,
+    LowerError,
+    OverrideError,
+    ParityError,
+    SignatureError,
+    TpukernError,
+)
+from tpukern.targets import TARGETS, Target, target
+from tpukern.version import __version__
+
+if TYPE_CHECKING:
+    from tpukern.compiling import Compiled, compile
+    from tpukern.device import device_kind
+    from tpukern.dispatch import disable, enable
+    from tpukern.dsl import (
+        Acc,
+        Block,
+        Choice,
+        Dim,
+        Each,
+        In,
+        Kernel,
+        Out,
+        Override,
+        Prefetch,
+        Ref,
+        Scalar,
+        Scratch,
+        Workload,
+        kernel,
+    )
+    from tpukern.explanation import explain
+    from tpukern.lowering import Lowered, lower
+
+_EXPORTS = {
+    **dict.fromkeys(
+        "Acc Block Choice Dim Each In Kernel Out Override Prefetch Ref Scalar Scratch Workload kernel".split(), "tpukern.dsl"
+    ),
+    "Lowered": "tpukern.lowering",
+    "lower": "tpukern.lowering",
+    "Compiled": "tpukern.compiling",
+    "compile": "tpukern.compiling",
+    "device_kind": "tpukern.device",
+    "enable": "tpukern.dispatch",
+    "disable": "tpukern.dispatch",
+    "explain": "tpukern.explanation",
+}
+
+__all__ = [
+    "TARGETS", "Acc", "Block", "Choice", "CompileError", "Compiled", "ConfigError", "DeviceError", "Dim", "Each", "In", "Kernel",
+    "LowerError", "Lowered", "Out", "Override", "OverrideError", "ParityError", "Prefetch", "Ref", "Scalar", "Scratch",
+    "SignatureError", "Target", "TpukernError", "Workload", "__version__", "compile", "device_kind", "disable", "enable",
+    "explain", "kernel", "lower", "target",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    home = _EXPORTS.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tpukern' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
