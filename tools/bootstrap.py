@@ -176,14 +176,14 @@ def install_torch(pip: Pip) -> str:
         metadata = pip.metadata(wanted)
     if metadata is None:
         raise InstallError(
-            f"pip's configured sources have no torch {TORCH} for this Python. Set {INDEX_VARIABLE} to an index of its CPU wheels."
+            f"pip's configured sources have no torch {TORCH} for this Python. "
+            f"Set {INDEX_VARIABLE} to an index of CPU wheels that has it."
         )
     problem = not_a_cpu_build(metadata)
     if problem and os.environ.get(CUDA_VARIABLE) != "1":
         raise InstallError(
             f"pip's configured sources offer no CPU build: {problem}, several GB that a TPU kernel has no use for. "
-            f"Set {INDEX_VARIABLE} to an index of CPU wheels (PyTorch's own is {TORCH_INDEX}), or {CUDA_VARIABLE}=1 to take this "
-            "one."
+            f"Set {INDEX_VARIABLE} to an index of CPU wheels (PyTorch's own is {TORCH_INDEX}), or {CUDA_VARIABLE}=1 to take it."
         )
     pip.must("installing torch", "install", "--progress-bar", "off", "--no-deps", wanted)
     return "pip's configured sources"
