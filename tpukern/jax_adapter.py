@@ -1,0 +1,214 @@
+"""Every private or fragile JAX name that tpukern relies on, and how JAX is brought up.
+
+``load()`` is the way to JAX in the user's process: it checks the version and keeps JAX from starting a TPU client there,
+which would load libtpu and might take the chip from torch_tpu. Everything below it assumes that JAX is loaded.
+
+The compile worker uses ``topology_device`` and ``compile_module``; nothing else here loads libtpu.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tpukern import environment
+from tpukern.errors import ConfigError
+from tpukern.targets import Target
+
+OLDEST, NEWEST = (0, 10, 2), (0, 13)  # oldest accepted, first refused
+_VERSIONS = ">=0.10.2,<0.13"
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """Imports JAX, checks its version, and pins it to the CPU unless the user chose a platform.
+
+    JAX chooses by itself on a TPU host ("tpu,cpu"): that stands, unless torch_tpu is loaded and so owns the chip. A
+    backend that is already up is left alone.
+
+    Raises:
+        ConfigError: This JAX is older or newer than the private names used here.
+    """
+    version = importlib.metadata.version("jax")
+    if not OLDEST <= _numbers(version) < NEWEST:
+        raise ConfigError("jax", f"jax {version}", f"jax{_VERSIONS}", f"pip install 'jax{_VERSIONS}' 'jaxlib{_VERSIONS}'")
+    import jax
+    from jax._src import cloud_tpu_init, xla_bridge
+
+    chosen = jax.config.jax_platforms
+    by_jax = cloud_tpu_init.running_in_cloud_tpu_vm and chosen == "tpu,cpu" and environment.jax_platforms() is None
+    free = chosen is None or (by_jax and "torch_tpu" in sys.modules)
+    if free and not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
+    return jax
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of jax and jaxlib, from their metadata: loads neither."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+
+
+def trace_settings() -> dict[str, Any]:
+    """Returns the JAX settings that change what a trace gives."""
+    config = load().config
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
+    return {name: getattr(config, name) for name in names}
+
+
+# TensorCores that one device of the target's topology has (libtpu 0.0.51: only v5p describes megacore devices).
+_CORES = {"v5p": 2}
+
+
+@contextlib.contextmanager
+def device_context(target: Target) -> Iterator[None]:
+    """Makes JAX trace for ``target``: what a kernel asks of the chip (``pltpu.get_tpu_info``) is answered for it."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice(target.device_kind, _CORES.get(target.name, 1), "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def export_for_tpu(function: Callable[..., Any], specs: Sequence[Any]) -> Any:
+    """Exports ``function`` at ``specs`` for platform "tpu", under the current device context.
+
+    Needs no libtpu. Forward compatibility is switched off, as torch_tpu does for its own kernels: the module is used at
+    once, by the libtpu beside it. The machine code that libtpu makes of it is, byte for byte, that of lowering for the
+    topology itself (tests/test_compile_roads.py).
+
+    Returns:
+        A ``jax.export.Exported``; ``mlir_module_serialized`` is what the device and the compile worker take.
+    """
+    import jax
+    from jax import export
+    from jax._src import config
+
+    with config.export_ignore_forward_compatibility(True):
+        return export.export(
+            jax.jit(function, keep_unused=True),
+            platforms=["tpu"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call("ALL")],
+        )(*specs)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomCall:
+    """One Mosaic custom call of a module.
+
+    Attributes:
+        name: The kernel's name.
+        mosaic: Its body as readable Mosaic MLIR, without locations.
+        settings: The rest of its backend config (VMEM limit, flags, cost estimate).
+    """
+
+    name: str
+    mosaic: str
+    settings: Mapping[str, Any]
+
+
+def module_texts(module: bytes) -> tuple[str, tuple[CustomCall, ...]]:
+    """Returns a serialized module as readable StableHLO, and its Mosaic custom calls in order.
+
+    Neither has locations, so neither depends on where the source stands. In the StableHLO a kernel's body is replaced by
+    ``<mosaic N>``, N its place among the calls.
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lib import _jax
+    from jaxlib.mlir import ir
+
+    calls: list[CustomCall] = []
+
+    def visit(op: Any) -> Any:
+        if op.name == "stablehlo.custom_call" and ir.StringAttr(op.attributes["call_target_name"]).value == "tpu_custom_call":
+            config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+            body = config["custom_call_config"].pop("body")
+            name = ir.StringAttr(op.attributes["kernel_name"]).value if "kernel_name" in op.attributes else "kernel"
+            calls.append(CustomCall(name=name, mosaic=_mosaic_text(base64.b64decode(body)), settings=config))
+            config["custom_call_config"]["body"] = f"<mosaic {len(calls) - 1}>"
+            op.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config, sort_keys=True))
+            del config["custom_call_config"]["body"]
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        parsed = _jax.mlir.deserialize_portable_artifact(module)
+        parsed.operation.walk(visit)
+        return parsed.operation.get_asm(enable_debug_info=False), tuple(calls)
+
+
+def _mosaic_text(body: bytes) -> str:
+    """Turns the versioned bytecode inside a custom call back into the Mosaic dialects."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import tpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    context = mlir.make_ir_context()
+    tpu.register_dialect(context)
+    with context, ir.Location.unknown():
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse(body)
+        PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(module.operation)
+        return str(module.operation.get_asm(enable_debug_info=False))
+
+
+# --- compiling: only in the worker, loads libtpu ---------------------------------------------------------------------
+
+
+def topology_device(topology: str) -> Any:
+    """Returns the first device of a described topology. Loads libtpu."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+
+
+def compile_module(module: bytes, device: Any, options: Mapping[str, Any]) -> tuple[int, bytes]:
+    """Compiles a serialized module for ``device``.
+
+    Returns:
+        The size of the generated code in bytes, and the serialized executable.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import _jax
+
+    with mlir.make_ir_context():
+        parsed = _jax.mlir.deserialize_portable_artifact(module)
+        compile_options = compiler.get_compile_options(
+            num_replicas=1, num_partitions=1, device_assignment=[0], env_options_overrides=dict(options)
+        )
+        executable = device.client.compile(
+            parsed, executable_devices=_jax.DeviceList((device,)), compile_options=compile_options
+        )
+    return executable.get_compiled_memory_stats().generated_code_size_in_bytes, executable.serialize()
+
+
+def scoped_vmem_bytes(executable: bytes) -> int:
+    """Returns the most VMEM that a Mosaic kernel of a serialized executable has on its stack.
+
+    libtpu writes what it allocated (windows with their buffers, scratch, Mosaic's own temporaries and spills) into the
+    backend config of each custom call, as ``used_scoped_memory_configs`` with memory space 1. The text is searched for in
+    the serialized bytes, because jaxlib 0.10.2 cannot parse the HLO of programs with asynchronous copies back.
+    """
+    most = 0
+    start = 0
+    for found in re.finditer(rb'"used_scoped_memory_configs":\[(.*?)\]', executable):
+        if b'"custom_call_config":{"body":"' in executable[start : found.start()]:  # else one of XLA's own fusions
+            sizes = re.findall(rb'"memory_space":"1"[^}]*"size":"(\d+)"', found.group(1))
+            most = max(most, *map(int, sizes), 0)
+        start = found.end()
+    return most

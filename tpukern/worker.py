@@ -1,0 +1,97 @@
+"""The process that loads libtpu: ``python -m tpukern.worker``, one JSON object a line over its pipes.
+
+It says ``{"ready": versions}`` (or ``{"fatal": text}``) once, then answers each ``{"module", "topology", "options"}``. It never
+outlives its parent: a thread reads stdin, and when that ends the process ends too, in the middle of a compile if need be.
+"""
+
+import base64
+import importlib.metadata
+import json
+import os
+import pathlib
+import queue
+import shutil
+import sys
+import threading
+import time
+from typing import Any
+
+_LONGEST_ERROR = 16_384  # characters; Mosaic can print whole kernels
+_LARGEST_FILE_BYTES = 64 << 20  # of any log that libtpu writes despite TPU_MIN_LOG_LEVEL
+
+
+def _bound_what_a_crash_leaves() -> None:
+    """No core dumps (libtpu's are gigabytes), no large log files."""
+    try:
+        import resource
+    except ImportError:  # not on POSIX
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if hard == resource.RLIM_INFINITY or hard > _LARGEST_FILE_BYTES:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES, hard))
+
+
+def _read_requests(requests: "queue.SimpleQueue[dict[str, Any]]", parent: int) -> None:
+    for line in sys.stdin.buffer:
+        requests.put(json.loads(line))
+    if os.getppid() != parent:  # killed before it could tidy up
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    os._exit(0)
+
+
+def _ready() -> dict[str, Any]:
+    try:
+        from tpukern import jax_adapter
+
+        jax_adapter.load()
+        import libtpu
+
+        if not pathlib.Path(libtpu.get_library_path()).is_file():
+            raise ImportError("libtpu has no library")
+        return {"ready": {"libtpu": importlib.metadata.version("libtpu"), **jax_adapter.versions()}}
+    except Exception as error:
+        return {"fatal": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
+
+
+def _answer(request: dict[str, Any], devices: dict[str, Any]) -> dict[str, Any]:
+    from tpukern import jax_adapter
+
+    stage = "topology"
+    started = time.perf_counter()
+    try:
+        topology = request["topology"]
+        if topology not in devices:
+            devices[topology] = jax_adapter.topology_device(topology)
+        stage = "compile"
+        started = time.perf_counter()
+        module = base64.b64decode(request["module"])
+        code_bytes, executable = jax_adapter.compile_module(module, devices[topology], request["options"])
+        seconds = time.perf_counter() - started
+        vmem_bytes = jax_adapter.scoped_vmem_bytes(executable)
+        return {"ok": True, "seconds": seconds, "code_bytes": code_bytes, "vmem_bytes": vmem_bytes}
+    except Exception as error:
+        return {
+            "ok": False,
+            "seconds": time.perf_counter() - started,
+            "stage": stage,
+            "type": type(error).__name__,
+            "error": str(error)[:_LONGEST_ERROR],
+        }
+
+
+def main() -> None:
+    """Serves compile requests until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever libtpu prints must not mix with the replies
+    _bound_what_a_crash_leaves()
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests, os.getppid()), daemon=True).start()
+    print(json.dumps(_ready()), file=replies, flush=True)
+    devices: dict[str, Any] = {}
+    while True:
+        print(json.dumps(_answer(requests.get(), devices)), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

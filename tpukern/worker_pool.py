@@ -1,0 +1,277 @@
+"""Worker processes as the parent sees them: started, fed, timed, killed, replaced.
+
+Why not a ready-made pool: multiprocessing, loky and pebble start a child by importing the user's ``__main__`` again, which
+trains the user's model a second time; in the first two a dead child breaks the pool for every job. Here a child is a plain
+``python -m tpukern.worker`` over pipes, one thread selects over all of them, and a dead child costs its own job only.
+"""
+
+import base64
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from tpukern import environment
+from tpukern.errors import CompileError
+
+_START_S = 120.0  # importing JAX takes 1 s on an idle machine
+_STDERR_TAIL = 4096  # bytes kept for the report of a crash
+_PIPE_BYTES = 65_536
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One module to compile.
+
+    Attributes:
+        tag: Whatever the caller wants back with the outcome.
+        module: The serialized module.
+        topology: The topology to compile for.
+        options: XLA compiler options.
+    """
+
+    tag: Any
+    module: bytes
+    topology: str
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a task ended: the worker's reply, or why there is none."""
+
+    tag: Any
+    reply: Mapping[str, Any] | None = None
+    failure: str | None = None
+
+
+class _Worker:
+    """One child process; ``task`` is what it is compiling, None while it starts or idles."""
+
+    def __init__(self, temp_folder: pathlib.Path) -> None:
+        self.temp_folder = temp_folder
+        temp_folder.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tpukern.worker"],  # -P: a jax.py in the current folder is not imported
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment.worker_environment(temp_folder),
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
+        )
+        self.ready = False
+        self.task: Task | None = None
+        self.deadline = time.monotonic() + _START_S
+        self.partial = b""
+        self.stderr = b""
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.task is None
+
+    def send(self, task: Task, timeout_s: float) -> None:
+        self.task = task
+        self.deadline = time.monotonic() + timeout_s
+        request = {
+            "module": base64.b64encode(task.module).decode(),
+            "topology": task.topology,
+            "options": dict(task.options),
+        }
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died: select will report the end of its stdout
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def end(self) -> int:
+        """Kills the process if it still runs, and returns its exit status."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if hasattr(os, "killpg"):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                else:
+                    self.process.kill()
+        status = self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        shutil.rmtree(self.temp_folder, ignore_errors=True)
+        return status
+
+    def epitaph(self, status: int) -> str:
+        """Says how the process ended, with the last lines it wrote."""
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        text = self.stderr.decode(errors="replace").strip()
+        return f"{how}; its last words: {text[-1500:]}" if text else how
+
+
+class WorkerPool:
+    """Up to ``size`` workers, started as tasks come. Use as a context manager: leaving it ends every worker.
+
+    Args:
+        size: How many workers run at once.
+        timeout_s: How long one compile may take; its worker is killed then.
+
+    Raises:
+        CompileError: No worker could be started at all.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self._workers: list[_Worker] = []
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._outcomes: collections.deque[Outcome] = collections.deque()
+        self._selector = selectors.DefaultSelector()
+        self._started = 0
+        self._ever_ready = False
+        try:
+            self._folder = pathlib.Path(tempfile.mkdtemp(prefix="tpukern-"))
+        except OSError as error:
+            raise CompileError(
+                "worker",
+                f"no temporary folder in {tempfile.gettempdir()}: {error.strerror}",
+                do="Free space there, or set TMPDIR.",
+            ) from error
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._selector.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pending(self) -> int:
+        """Tasks whose outcome has not been collected."""
+        return len(self._waiting) + len(self._outcomes) + sum(w.task is not None for w in self._workers)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another task is wanted: one more for each worker than it can run, so that none idles."""
+        return self.pending < 2 * self.size
+
+    def submit(self, task: Task) -> None:
+        """Takes a task; it starts as soon as a worker is free."""
+        self._waiting.append(task)
+        self._pump(0)
+
+    def collect(self) -> list[Outcome]:
+        """Waits until at least one task has ended (or none is left) and returns the outcomes."""
+        while not self._outcomes and self.pending:
+            self._pump(None)
+        ended = list(self._outcomes)
+        self._outcomes.clear()
+        return ended
+
+    def _pump(self, wait_s: float | None) -> None:
+        """Feeds idle workers, then handles what the others say; waits for that until a deadline if ``wait_s`` is None."""
+        self._feed()
+        if not self._workers:
+            return
+        if wait_s is None:
+            deadlines = [w.deadline for w in self._workers if not w.idle]
+            wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
+        for key, _ in self._selector.select(wait_s):
+            worker, is_stdout = key.data
+            if worker in self._workers:
+                self._read(worker, is_stdout)
+        now = time.monotonic()
+        for worker in [w for w in self._workers if not w.idle and now > w.deadline]:
+            what = f"no result after {self.timeout_s:g} s" if worker.ready else f"not started after {_START_S:g} s"
+            self._lose(worker, f"{what}, and killed")
+        self._feed()
+
+    def _feed(self) -> None:
+        for worker in self._workers:
+            if worker.idle and self._waiting:
+                worker.send(self._waiting.popleft(), self.timeout_s)
+        starting = sum(not w.ready for w in self._workers)
+        for _ in range(min(self.size - len(self._workers), len(self._waiting) - starting)):
+            self._start()
+
+    def _start(self) -> None:
+        self._started += 1
+        try:
+            worker = _Worker(self._folder / str(self._started))
+        except OSError as error:
+            raise CompileError("worker", f"cannot start {sys.executable}: {error}", do="Check memory and disk.") from error
+        self._workers.append(worker)
+        for pipe, is_stdout in ((worker.process.stdout, True), (worker.process.stderr, False)):
+            assert pipe is not None
+            self._selector.register(pipe, selectors.EVENT_READ, (worker, is_stdout))
+
+    def _read(self, worker: _Worker, is_stdout: bool) -> None:
+        pipe = worker.process.stdout if is_stdout else worker.process.stderr
+        assert pipe is not None
+        data = os.read(pipe.fileno(), _PIPE_BYTES)
+        if not is_stdout:
+            worker.stderr = (worker.stderr + data)[-_STDERR_TAIL:]
+            if not data:
+                self._selector.unregister(pipe)
+        elif not data:
+            self._lose(worker, None)
+        else:
+            *lines, worker.partial = (worker.partial + data).split(b"\n")
+            for line in lines:
+                self._hear(worker, json.loads(line))
+
+    def _hear(self, worker: _Worker, reply: dict[str, Any]) -> None:
+        if worker.task is not None:
+            self._outcomes.append(Outcome(tag=worker.task.tag, reply=reply))
+            worker.task = None
+        elif "ready" in reply:
+            worker.ready = self._ever_ready = True
+        else:
+            raise CompileError(
+                "worker",
+                f"libtpu, the TPU compiler, cannot be loaded ({reply['fatal']})",
+                do="pip install 'tpukern[compile]'",
+            )
+
+    def _lose(self, worker: _Worker, why: str | None) -> None:
+        """Removes a worker that died, or that has to; its task fails, and only its task."""
+        for pipe in (worker.process.stdout, worker.process.stderr):
+            assert pipe is not None
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(pipe)
+        assert worker.process.stderr is not None
+        if why is None:
+            worker.stderr = (worker.stderr + _drain(worker.process.stderr.fileno()))[-_STDERR_TAIL:]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(5)
+        self._workers.remove(worker)
+        status = worker.end()
+        found = why if why is not None else f"the compile worker ended with {worker.epitaph(status)}"
+        if not self._ever_ready:
+            raise CompileError("worker", found, do="Run 'tpukern doctor'.")
+        task = worker.task
+        if task is None and not worker.ready and self._waiting:  # else a worker that never starts would be replaced for ever
+            task = self._waiting.popleft()
+        if task is not None:
+            self._outcomes.append(Outcome(tag=task.tag, failure=found))
+
+
+def _drain(descriptor: int) -> bytes:
+    """Reads what is in a pipe now, and waits for no more."""
+    os.set_blocking(descriptor, False)
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(descriptor, _PIPE_BYTES):
+            data += chunk
+    return data
