@@ -63,7 +63,7 @@ def trace_settings() -> dict[str, Any]:
     """Returns the JAX settings that change what a trace gives."""
     config = load().config
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
-    return {name: getattr(config, name) for name in names}
+    return {name: config.read(name) for name in names}
 
 
 # TensorCores that one device of the target's topology has (libtpu 0.0.51: only v5p describes megacore devices).
@@ -81,12 +81,31 @@ def device_context(target: Target) -> Iterator[None]:
         yield
 
 
-def export_for_tpu(function: Callable[..., Any], specs: Sequence[Any]) -> Any:
+def retraced(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns ``function`` as a new callable of that name.
+
+    JAX keeps traces by the callable's identity and by its own settings, not by ours: under another context (interpret form or
+    not) the same callable would give its old trace.
+    """
+
+    def run(*arrays: Any) -> Any:
+        return function(*arrays)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+def export_for_tpu(function: Callable[..., Any], specs: Sequence[Any], name: str) -> Any:
     """Exports ``function`` at ``specs`` for platform "tpu", under the current device context.
 
     Needs no libtpu. Forward compatibility is switched off, as torch_tpu does for its own kernels: the module is used at
     once, by the libtpu beside it. The machine code that libtpu makes of it is, byte for byte, that of lowering for the
     topology itself (tests/test_compile_roads.py).
+
+    Args:
+        function: A JAX callable.
+        specs: What it takes: arrays or ``jax.ShapeDtypeStruct``.
+        name: The module's name.
 
     Returns:
         A ``jax.export.Exported``; ``mlir_module_serialized`` is what the device and the compile worker take.
@@ -97,7 +116,7 @@ def export_for_tpu(function: Callable[..., Any], specs: Sequence[Any]) -> Any:
 
     with config.export_ignore_forward_compatibility(True):
         return export.export(
-            jax.jit(function, keep_unused=True),
+            jax.jit(retraced(function, name), keep_unused=True),
             platforms=["tpu"],
             disabled_checks=[export.DisabledSafetyCheck.custom_call("ALL")],
         )(*specs)
