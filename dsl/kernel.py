@@ -1,0 +1,425 @@
+"""The `Kernel` object and the decorator that makes one."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final, overload
+
+import jax
+
+from tpukern.dsl import composite, context, gradient, rules, source, space, tile
+from tpukern.dsl.bound import Bound, specs_of
+from tpukern.dsl.config import Config
+from tpukern.dsl.declaration import Declaration, read
+from tpukern.dsl.geometry import Geometry
+from tpukern.dsl.signature import Signature, bind
+from tpukern.dsl.workload import Override, Workload
+from tpukern.errors import SignatureError
+from tpukern.targets import Target
+from tpukern.targets import target as target_named
+
+DTYPES: Final = ("bfloat16", "float32")
+
+
+@final
+class Kernel:
+    """One kernel: declaration, body, reference, overrides, workloads and, if it has one, gradient.
+
+    Attributes:
+        name: Its name, unique among kernels.
+        op: The torch op it is registered as, or None.
+        dtypes: The element types it takes.
+        frontend: `pallas`, or `jax` for a backward pass that is a JAX function.
+        reference: The same in plain torch, or None.
+        overrides: The ATen ops that it stands in for.
+        workloads: Named shapes.
+        tolerance: How far it may be from the reference, in ULPs of the output's dtype; None for the usual.
+        declaration: Operands, dims, choices and statics.
+        fn: The decorated function.
+        doc: Its docstring.
+        vmem_limit_bytes: VMEM it asks for, if more than the chip gives by itself.
+        reject: `(config, signature, target)` to the reason why that config is no good, or None.
+        gradient: The backward kernel, or None.
+        forward: The kernel that this one is the gradient of, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        declaration: Declaration,
+        fn: Callable[..., Any],
+        frontend: str = "pallas",
+        op: str | None = None,
+        reference: Callable[..., Any] | None = None,
+        overrides: tuple[Override, ...] = (),
+        workloads: tuple[Workload, ...] = (),
+        tolerance: Any = None,
+        build: Callable[[Signature, Config], Callable[..., Any]] | None = None,
+        vmem_limit_bytes: int | None = None,
+        reject: Callable[[Config, Signature, Target | None], str | None] | None = None,
+    ) -> None:
+        self.name, self.op, self.dtypes = declaration.kernel, op, declaration.dtypes
+        self.declaration, self.fn, self.frontend, self.doc = declaration, fn, frontend, inspect.getdoc(fn) or ""
+        self.reference, self.overrides, self.workloads, self.tolerance = reference, overrides, workloads, tolerance
+        self.build, self.vmem_limit_bytes, self.reject = build, vmem_limit_bytes, reject
+        self.gradient: Kernel | None = None
+        self.forward: Kernel | None = None
+        self._casts: dict[str, str | None] = {}
+        self._split = frozenset((*declaration.statics,))
+        self._bind = functools.lru_cache(maxsize=512)(self._bind_uncached)
+        self._jitted = functools.lru_cache(maxsize=512)(_jitted)
+        self.calls = functools.lru_cache(maxsize=128)(self._calls)
+        self._configs = functools.lru_cache(maxsize=128)(functools.partial(space.configs, self))
+        self._default = functools.lru_cache(maxsize=512)(functools.partial(space.default, self))
+        self._largest = functools.lru_cache(maxsize=512)(functools.partial(space.largest, self))
+        functools.update_wrapper(self, fn)
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name}>"
+
+    # What it is
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether its function is the body of one grid."""
+        return self.declaration.tile
+
+    @property
+    def directions(self) -> dict[str, "Kernel"]:
+        """`forward` and, if there is a gradient, `backward`."""
+        return {"forward": self} | ({"backward": self.gradient} if self.gradient else {})
+
+    def source_files(self) -> tuple[Any, ...]:
+        """Returns the files that its behaviour depends on: see `tpukern.dsl.source.files`."""
+        return source.files(self._functions())
+
+    def source_digest(self) -> str:
+        """Returns a digest of all that its behaviour depends on, short of what a call says."""
+        k = self.declaration
+        declared = repr(
+            (k.kernel, [(o.name, o.role) for o in k.operands], list(k.dims), dict(self._casts), self.vmem_limit_bytes)
+        )
+        return source.digest(self._functions(), declared)
+
+    def _functions(self) -> tuple[Callable[..., Any], ...]:
+        spans = (dim.span for dim in self.declaration.dims.values())
+        return tuple(f for f in (self.fn, self.build, self.reject, *spans) if f is not None)
+
+    # Signatures
+
+    def signature(self, *arrays: Any, **statics: Any) -> Signature:
+        """Binds operands to the declared dims.
+
+        Args:
+            arrays: One for each input: jax or numpy arrays, torch tensors, `ShapeDtypeStruct`s.
+            statics: Static arguments.
+
+        Raises:
+            SignatureError: Count, rank, size or dtype do not fit the declaration.
+            ConfigError: A static argument is unknown or missing.
+        """
+        return bind(self.declaration, arrays, statics, self._casts)
+
+    def workload_signature(self, workload: Workload) -> Signature:
+        """Returns the signature of a named workload; of a gradient, that of its forward kernel's workload.
+
+        Raises:
+            ConfigError: The workload lacks a size, or has a name that is neither a dim nor a static argument.
+        """
+        from tpukern.dsl import shapes  # needs Kernel
+
+        return shapes.workload_signature(self, workload)
+
+    def gradient_signature(self, signature: Signature) -> Signature:
+        """Returns the signature of the gradient of a call, from that of the call.
+
+        Raises:
+            SignatureError: The kernel has no gradient.
+        """
+        if self.gradient is None:
+            raise SignatureError(self.name, "it has no backward", f"one, declared with @{self.name}.backward")
+        arrays: dict[str, Any] = {o.name: o for o in (*signature.inputs, *signature.outputs)}
+        arrays |= {f"d{o.name}": o for o in signature.outputs}
+        wanted, statics = gradient.operands(self.gradient, signature, arrays)
+        return self.gradient.signature(*wanted, **statics)
+
+    # Configs
+
+    def configs(self, signature: Signature, target: Target | str | None = None) -> tuple[Config, ...]:
+        """Returns the distinct legal configs; configs equal after min(block, size) are one."""
+        return self._configs(signature, _target(target))
+
+    def default_config(self, signature: Signature, target: Target | str | None = None) -> Config:
+        """Returns the declared defaults, stepped down until legal and, for a target, until the VMEM estimate fits."""
+        return self._default(signature, _target(target))
+
+    def largest_config(self, signature: Signature) -> Config:
+        """Returns the legal config of the largest blocks, for interpret form."""
+        return self._largest(signature)
+
+    def _calls(self, signature: Signature) -> tuple[composite.Call, ...]:
+        if self.is_tile:
+            return ()
+        return composite.calls_of(self._frontend(signature, space.own_default(self)), specs_of(signature))
+
+    # Binding
+
+    def bind(self, *arrays: Any, config: Config | None = None, target: Target | str | None = None, **keywords: Any) -> Bound:
+        """Binds operands, statics and a config.
+
+        Args:
+            arrays: As for `signature`.
+            config: Some or all config keys; None for the default of the target.
+            target: The chip.
+            keywords: Static arguments and config keys, which win over `config`.
+
+        Raises:
+            SignatureError: The operands do not fit.
+            ConfigError: A keyword is unknown, or the config is not legal.
+            LowerError: Mosaic cannot tile a block.
+        """
+        statics, keys = self._sorted_out(keywords)
+        signature = self.signature(*arrays, **statics)
+        return self.bind_signature(signature, Config({**(config or {}), **keys}), target)
+
+    def bind_signature(
+        self, signature: Signature, config: Mapping[str, Any] | None = None, target: Target | str | None = None
+    ) -> Bound:
+        """Binds a signature and a config: see `bind`."""
+        return self._bind(signature, config if isinstance(config, Config) else Config(config), _target(target), False)
+
+    def _bind_uncached(self, signature: Signature, given: Config, target: Target | None, largest: bool) -> Bound:
+        complete = self._base(signature, given, target, largest)
+        config = space.resolve(self, signature, given, complete, target)
+        run = self._frontend(signature, config)
+        inner = {call.kernel.name: config.within(call.kernel.name) for call in self.calls(signature)}
+
+        def function(*arrays: Any) -> tuple[jax.Array, ...]:
+            with context.using(target=target, configs=inner):
+                return run(*arrays)
+
+        function.__name__ = self.name
+        return Bound(
+            kernel=self, signature=signature, config=config, target=target, function=function if inner or target else run
+        )
+
+    def _base(self, signature: Signature, given: Config, target: Target | None, largest: bool) -> Config:
+        """Returns the config that `given` is laid over. If it is complete, no default has to be legal."""
+        own = space.own_default(self)
+        if self.is_tile and all(key in given for key in own):
+            return own
+        return self._largest(signature) if largest else self._default(signature, target)
+
+    def _frontend(self, signature: Signature, config: Config) -> Callable[..., tuple[jax.Array, ...]]:
+        if self.build is not None:
+            return _checked(signature, self.build(signature, config))
+        if self.is_tile:
+            return tile.build(self.fn, Geometry(self.declaration, signature, config), self.vmem_limit_bytes)
+        return functools.partial(gradient.run_function, self.fn, signature)
+
+    def _sorted_out(self, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        statics = {name: value for name, value in keywords.items() if name in self._split}
+        return statics, {name: value for name, value in keywords.items() if name not in self._split}
+
+    # Calling
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Runs the kernel: on jax arrays under the context in force, on torch tensors as its torch op.
+
+        Args:
+            args: The inputs, in order.
+            keywords: Static arguments and config keys.
+
+        Returns:
+            The output; several as a tuple, in order of declaration. On torch tensors, only those that are not `saved`.
+        """
+        for arg in args:
+            if hasattr(arg, "requires_grad"):
+                return importlib.import_module("tpukern.dispatch").call(self, args, keywords)
+        outputs = self.run(*args, **keywords)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def launch(self, *tensors: Any, layouts: Mapping[str, tuple[int, ...]] | None = None, **keywords: Any) -> Any:
+        """Runs the kernel on torch tensors without autograd, for the body of an override.
+
+        Args:
+            tensors: The inputs, in order.
+            layouts: For an output by name, the physical order of its axes, outermost first; the tensor returned has the
+                logical shape and those strides.
+            keywords: Static arguments.
+
+        Returns:
+            The output; several as a tuple, `saved` ones included.
+        """
+        return importlib.import_module("tpukern.dispatch").launch(self, tensors, keywords, layouts)
+
+    def run(self, *arrays: Any, **keywords: Any) -> tuple[jax.Array, ...]:
+        """Runs the kernel on jax arrays under the context in force and returns the tuple of its outputs."""
+        now = context.current()
+        statics, keys = self._sorted_out(keywords)
+        arrays = self._as_arrays(arrays)
+        signature = self.signature(*arrays, **statics)
+        if now.recorder is not None:
+            return composite.record(composite.Call(self, signature, frozenset(keys)))
+        given = Config({**now.configs.get(self.name, {}), **keys})
+        interpret = now.interpreted
+        bound = self._bind(signature, given, now.target, bool(interpret))
+
+        def execute(*inputs: Any) -> tuple[jax.Array, ...]:
+            if any(isinstance(array, jax.core.Tracer) for array in inputs):
+                return bound.function(*inputs)
+            return self._jitted(bound, interpret)(*inputs)
+
+        return gradient.with_gradient(self, signature, execute)(*arrays) if self.gradient else execute(*arrays)
+
+    def _as_arrays(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Turns the Python numbers among the arguments into the scalars that they are declared as."""
+        if not any(isinstance(array, int | float) for array in arrays):
+            return arrays
+        roles = [o.role for o in self.declaration.inputs]
+        return (
+            tuple(
+                jax.numpy.asarray(array, role.dtype) if isinstance(array, int | float) and not role.dims else array
+                for array, role in zip(arrays, roles, strict=False)
+            )
+            + arrays[len(roles) :]
+        )
+
+    # Gradients
+
+    @overload
+    def backward(self, function: "Kernel", /) -> "Kernel": ...
+    @overload
+    def backward(self, function: Callable[..., Any], /) -> "Kernel": ...
+    @overload
+    def backward(self, /, *, gives: tuple[str, ...]) -> Callable[[Callable[..., Any]], "Kernel"]: ...
+    def backward(self, function: Any = None, /, *, gives: tuple[str, ...] | None = None) -> Any:
+        """Declares the backward pass: a kernel or a JAX function, bound by the names of its parameters.
+
+        It may take forward operands, forward outputs, static arguments and `d<out>` for outputs that are not `saved`; it
+        gives `d<in>`, a function as a dict. Gradients are cast to the type of their input.
+
+        Args:
+            function: The kernel or function.
+            gives: For a function, the inputs that it returns a gradient for, if not all that can have one.
+
+        Raises:
+            SignatureError: A name is none of the forward kernel's, or a cotangent is forgotten.
+        """
+        if function is None:
+            return functools.partial(self._set_gradient, gives=gives)
+        return self._set_gradient(function, gives=gives)
+
+    def _set_gradient(self, function: Any, *, gives: tuple[str, ...] | None) -> "Kernel":
+        if isinstance(function, Kernel):
+            given = tuple(o.name for o in function.declaration.outputs)
+            takes = tuple(o.name for o in function.declaration.inputs)
+            gradient.check(self.declaration, function.name, takes, given)
+            backward = function
+        else:
+            declaration = gradient.declaration_of(self.declaration, function, gives)
+            rules.check(declaration)
+            op = f"{self.op}_backward" if self.op else None
+            backward = Kernel(declaration=declaration, fn=function, frontend="jax", op=op)
+        backward._casts = gradient.casts(self.declaration, tuple(o.name for o in backward.declaration.outputs))
+        backward.forward, self.gradient = self, backward
+        return backward
+
+
+def _jitted(bound: Bound, interpret: Any) -> Callable[..., tuple[jax.Array, ...]]:
+    return jax.jit(bound.function)
+
+
+def _target(target: Target | str | None) -> Target | None:
+    return target_named(target) if isinstance(target, str) else target
+
+
+def _checked(signature: Signature, function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns what a `build` returned, with its result as a tuple of the declared shapes and dtypes."""
+
+    def call(*arrays: Any) -> tuple[jax.Array, ...]:
+        result = function(*arrays)
+        results = tuple(result) if isinstance(result, tuple | list) else (result,)
+        if len(results) != len(signature.outputs):
+            found = f"build gave {len(results)} outputs"
+            raise SignatureError(signature.kernel, found, f"{len(signature.outputs)}: {', '.join(map(str, signature.outputs))}")
+        for o, array in zip(signature.outputs, results, strict=True):
+            if tuple(array.shape) != o.shape or array.dtype != o.dtype:
+                found = f"build gave {array.dtype}[{','.join(map(str, array.shape))}] for {o.name}"
+                raise SignatureError(signature.kernel, found, str(o))
+        return results
+
+    return call
+
+
+@overload
+def kernel(fn: Callable[..., Any], /) -> Kernel: ...
+@overload
+def kernel(
+    *,
+    op: str | None = None,
+    dtypes: tuple[str, ...] = DTYPES,
+    reference: Callable[..., Any] | None = None,
+    overrides: tuple[Override, ...] | list[Override] = (),
+    workloads: tuple[Workload, ...] | list[Workload] = (),
+    tolerance: Any = None,
+    build: Callable[[Signature, Config], Callable[..., Any]] | None = None,
+    vmem_limit_bytes: int | None = None,
+    reject: Callable[[Config, Signature, Target | None], str | None] | None = None,
+    name: str | None = None,
+) -> Callable[[Callable[..., Any]], Kernel]: ...
+def kernel(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    op: str | None = None,
+    dtypes: tuple[str, ...] = DTYPES,
+    reference: Callable[..., Any] | None = None,
+    overrides: tuple[Override, ...] | list[Override] = (),
+    workloads: tuple[Workload, ...] | list[Workload] = (),
+    tolerance: Any = None,
+    build: Callable[[Signature, Config], Callable[..., Any]] | None = None,
+    vmem_limit_bytes: int | None = None,
+    reject: Callable[[Config, Signature, Target | None], str | None] | None = None,
+    name: str | None = None,
+) -> Any:
+    """Makes a function a kernel.
+
+    Positional parameters are operands (`x: Ref = In("m k")`); after the `*` come grid dims (`m: Dim = Block(128, 256)`),
+    tunables (`Choice`) and static arguments. The body gets Pallas refs, in order.
+
+    Args:
+        fn: The function, when the decorator is used bare.
+        op: The torch op to register as, `namespace::name`.
+        dtypes: What the element type shared by the operands without a type of their own may be.
+        reference: The same in plain torch.
+        overrides: The ATen ops that it stands in for.
+        workloads: Named shapes to compile, verify and time.
+        tolerance: How far it may be from the reference, in ULPs of the output's dtype.
+        build: Takes a signature and a config and returns the JAX callable; then the function only declares.
+        vmem_limit_bytes: VMEM to ask for, if more than the chip gives by itself.
+        reject: Takes a config, a signature and a target; returns why that config is no good, or None.
+        name: Its name, if not the function's.
+
+    Raises:
+        SignatureError: The declaration breaks a rule.
+    """
+
+    def make(function: Callable[..., Any]) -> Kernel:
+        declaration = read(name or function.__name__, function, dtypes=tuple(dtypes), tile=build is None)
+        rules.check(declaration)
+        return Kernel(
+            declaration=declaration,
+            fn=function,
+            op=op,
+            reference=reference,
+            overrides=tuple(overrides),
+            workloads=tuple(workloads),
+            tolerance=tolerance,
+            build=build,
+            vmem_limit_bytes=vmem_limit_bytes,
+            reject=reject,
+        )
+
+    return make if fn is None else make(fn)
