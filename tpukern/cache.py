@@ -34,8 +34,8 @@ _PRUNE_EVERY = 64  # writes
 _STALE_TEMP_S = 3600.0
 
 
-class Unkeyable(Exception):  # noqa: N818  (not an error of the user's: the result is just not kept)
-    """A static argument whose meaning cannot be put into a key."""
+class Unkeyable(Exception):
+    """A static argument whose meaning cannot be put into a key: no error of the user's, the result is just not kept."""
 
 
 def canonical(value: Any) -> str:
@@ -126,7 +126,8 @@ def _code(function: types.FunctionType) -> Any:
         if value in seen:
             return ["seen", seen[value]]
         seen[value] = len(seen)
-        used = {name: visit(value.__globals__[name]) for name in sorted(set(names(value.__code__))) if name in value.__globals__}
+        reached = sorted(set(names(value.__code__)) & value.__globals__.keys())
+        used = {name: visit(value.__globals__[name]) for name in reached}
         cells = [_cell(c) for c in value.__closure__ or ()]
         return [body(value.__code__), stable(value.__defaults__), stable(value.__kwdefaults__), cells, used]
 

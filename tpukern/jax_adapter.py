@@ -63,7 +63,7 @@ def trace_settings() -> dict[str, Any]:
     """Returns the JAX settings that change what a trace gives."""
     config = load().config
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
-    return {name: config.read(name) for name in names}
+    return {name: getattr(config, name) for name in names}
 
 
 # TensorCores that one device of the target's topology has (libtpu 0.0.51: only v5p describes megacore devices).
@@ -120,6 +120,62 @@ def export_for_tpu(function: Callable[..., Any], specs: Sequence[Any], name: str
             platforms=["tpu"],
             disabled_checks=[export.DisabledSafetyCheck.custom_call("ALL")],
         )(*specs)
+
+
+# --- jaxprs ----------------------------------------------------------------------------------------------------------
+
+
+def jaxpr_of(function: Callable[..., Any], specs: Sequence[Any]) -> Any:
+    """Traces ``function`` afresh and returns its closed jaxpr."""
+    import jax
+
+    return jax.make_jaxpr(retraced(function, "traced"))(*specs)
+
+
+def inner_jaxprs(value: Any) -> Iterator[Any]:
+    """Yields the jaxprs held by a parameter of an equation (pjit, scan, cond, custom_vjp, remat, shard_map, ...)."""
+    from jax.extend import core
+
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from inner_jaxprs(item)
+
+
+def block_dim(dim: Any) -> tuple[int | None, bool]:
+    """Returns a block dimension's size (None: squeezed), and whether its index counts elements rather than blocks."""
+    from jax._src.pallas import core
+
+    if isinstance(dim, core.Squeezed) or dim is None:
+        return None, False
+    if isinstance(dim, int):
+        return dim, False
+    return int(dim.block_size), isinstance(dim, core.Element | core.BoundedSlice)
+
+
+def grid_dim(dim: Any) -> int | None:
+    """Returns a grid dimension's size, or None if it is only known on the device."""
+    return dim if isinstance(dim, int) else None
+
+
+def index_function(index_map: Any) -> Callable[..., tuple[Any, ...]]:
+    """Returns an index map as a JAX function of the grid indices and the scalar-prefetch tables, all as plain arrays."""
+    from jax._src.state import discharge
+    from jax.extend import core
+
+    pure = discharge.discharge_state(index_map)
+    return lambda *values: tuple(core.jaxpr_as_fun(pure)(*values)[: len(index_map.jaxpr.outvars)])
+
+
+def read_indices(equation: Any) -> tuple[Any, ...]:
+    """Returns what a ``get`` equation of an index map indexes its table with: variables, literals or numbers."""
+    import jax
+
+    indexers = jax.tree.unflatten(equation.params["tree"], equation.invars[1:])
+    return tuple(index for indexer in indexers for index in indexer.indices)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -66,9 +66,12 @@ def lower(bound: Lowerable, target: Target | str | None = None) -> Lowered:
     """
     chip = resolve_target(bound, target)
     jax_adapter.load()
+    from tpukern.dsl import context
+
+    fresh = context.Context(target=chip, interpret=False)  # whatever the caller is in the middle of must not leak in
     try:
-        with jax_adapter.device_context(chip):
-            exported = jax_adapter.export_for_tpu(bound.function, bound.specs)
+        with jax_adapter.device_context(chip), context.entered(fresh):
+            exported = jax_adapter.export_for_tpu(bound.function, bound.specs, bound.kernel.name)
     except TpukernError:
         raise
     except Exception as error:
