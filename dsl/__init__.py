@@ -12,9 +12,10 @@ jax_adapter.load()
 from tpukern.dsl.bound import Bound  # noqa: E402 (JAX's platform has to be settled before anything imports it)
 from tpukern.dsl.config import Config  # noqa: E402
 from tpukern.dsl.context import interpreted, using  # noqa: E402
-from tpukern.dsl.dot import F32, NEG, dot  # noqa: E402
+from tpukern.dsl.decorator import kernel  # noqa: E402
 from tpukern.dsl.grid import Dim  # noqa: E402
-from tpukern.dsl.kernel import Kernel, kernel  # noqa: E402
+from tpukern.dsl.kernel import Kernel  # noqa: E402
+from tpukern.dsl.precision import F32, NEG, dot  # noqa: E402
 from tpukern.dsl.roles import Acc, Block, Choice, Each, In, Out, Prefetch, Ref, Scalar, Scratch  # noqa: E402
 from tpukern.dsl.signature import Operand, Signature  # noqa: E402
 from tpukern.dsl.workload import Override, Workload  # noqa: E402

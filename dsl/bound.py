@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from tpukern.dsl import context, rendering
 from tpukern.dsl.config import Config
 from tpukern.dsl.signature import Signature
 from tpukern.targets import Target
@@ -43,12 +43,16 @@ class Bound:
 
     @functools.cached_property
     def calls(self) -> tuple[Any, ...]:
-        """Every `pallas_call` in it, read off the jaxpr."""
-        return tuple(importlib.import_module("tpukern.dsl.ir").calls_of(self.function, *self.specs))
+        """Every `pallas_call` in it, read off the jaxpr traced for a TPU, with the names of dims and operands."""
+        from tpukern.dsl import ir  # only tools need it
+
+        with context.entered(context.Context(target=self.target, interpret=False)):
+            calls = ir.calls_of(self.function, *self.specs, target=self.target)
+        return tuple(rendering.named(self, call) for call in calls)
 
     def text(self) -> str:
         """Returns a readable account: signature, config, grid, blocks, index maps, scratch, semantics, aliases and VMEM."""
-        return importlib.import_module("tpukern.dsl.rendering").render(self)
+        return rendering.render(self)
 
 
 def specs_of(signature: Signature) -> tuple[jax.ShapeDtypeStruct, ...]:

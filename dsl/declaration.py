@@ -1,6 +1,7 @@
 """A kernel's declaration, read off the signature of its function."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
@@ -23,16 +24,16 @@ class Parameter:
     role: Role
     axes: tuple[d.Axis, ...]
 
-    @property
+    @functools.cached_property
     def array_axes(self) -> tuple[d.Axis, ...]:
         return d.array_axes(self.axes)
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The dims of its axes, in order."""
         return tuple(name for axis in self.axes for name in d.names_of(axis))
 
-    @property
+    @functools.cached_property
     def walked_by(self) -> frozenset[str]:
         """The dims whose grid indices say which of its blocks is wanted."""
         return frozenset(name for axis in self.axes for name in d.walked_by(axis))
@@ -51,6 +52,7 @@ class Declaration:
         dims: The `Block` and `Each` parameters, in order.
         choices: The `Choice` parameters.
         statics: Defaults of the other keyword parameters, or `REQUIRED`.
+        static_types: Their annotations (a string if it cannot be evaluated).
         grid: The dims that the grid walks over, outermost first, if the order is left alone.
         dtypes: What the call's element type may be; empty for anything.
         tile: Whether the function is the body of one grid (else its `build` decides what happens).
@@ -61,6 +63,7 @@ class Declaration:
     dims: FrozenMapping[GridDim]
     choices: FrozenMapping[Tunable]
     statics: FrozenMapping[Any]
+    static_types: FrozenMapping[Any]
     grid: tuple[str, ...]
     dtypes: tuple[str, ...] = ()
     tile: bool = True
@@ -68,20 +71,20 @@ class Declaration:
     def _with(self, *roles: type) -> tuple[Parameter, ...]:
         return tuple(o for o in self.operands if isinstance(o.role, roles))
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[Parameter, ...]:
         """What the caller passes, in order."""
         return self._with(Input, Table, ScalarInput)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Parameter, ...]:
         return self._with(Output)
 
-    @property
+    @functools.cached_property
     def scratch(self) -> tuple[Parameter, ...]:
         return self._with(Accumulator, ScratchSpace)
 
-    @property
+    @functools.cached_property
     def tables(self) -> tuple[Parameter, ...]:
         return self._with(Table)
 
@@ -95,10 +98,21 @@ class Declaration:
         """The kernel's own config keys, `order` left out."""
         return (*(f"block_{name}" for name in self.blocks), *self.choices)
 
-    @property
+    @functools.cached_property
     def int_statics(self) -> tuple[str, ...]:
         """The static arguments that may give the size of a dim of their name."""
         return tuple(n for n, v in self.statics.items() if v is REQUIRED or (isinstance(v, int) and not isinstance(v, bool)))
+
+    @property
+    def star(self) -> str | None:
+        """The dim that stands for all leading axes, if any operand has one."""
+        axes = (axis for o in self.operands for axis in o.axes)
+        return next((axis.name for axis in axes if isinstance(axis, d.Named) and axis.leading), None)
+
+    @property
+    def lookups(self) -> tuple[tuple[Parameter, d.Lookup], ...]:
+        """Every axis that is looked up in a table."""
+        return tuple((o, axis) for o in self.operands for axis in o.axes if isinstance(axis, d.Lookup))
 
     def operand(self, name: str) -> Parameter | None:
         return next((o for o in self.operands if o.name == name), None)
@@ -115,24 +129,33 @@ def read(kernel: str, fn: Callable[..., Any], *, dtypes: tuple[str, ...], tile: 
     Raises:
         SignatureError: A parameter is not one of those of the form, or its dims cannot be read.
     """
-    operands, keywords = [], {}
+    operands, keywords, annotations = [], {}, _annotations(fn)
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
             keywords[parameter.name] = parameter.default
         else:
             operands.append(_parameter(kernel, parameter))
     grid_dims = _only(keywords, GridDim)
-    looked_up = {a.name for o in operands for a in o.axes if isinstance(a, d.Lookup)}
+    statics = {name: value for name, value in keywords.items() if not isinstance(value, GridDim | Tunable)}
+    looked_up = {axis.name for o in operands for axis in o.axes if isinstance(axis, d.Lookup)}
     return Declaration(
         kernel=kernel,
         operands=tuple(operands),
         dims=FrozenMapping(grid_dims),
         choices=FrozenMapping(_only(keywords, Tunable)),
-        statics=FrozenMapping({name: v for name, v in keywords.items() if not isinstance(v, GridDim | Tunable)}),
+        statics=FrozenMapping(statics),
+        static_types=FrozenMapping({name: annotations.get(name, Any) for name in statics}),
         grid=tuple(name for name in grid_dims if name not in looked_up),
         dtypes=dtypes,
         tile=tile,
     )
+
+
+def _annotations(fn: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.get_annotations(fn, eval_str=True)
+    except (NameError, SyntaxError):  # names that only type checkers see
+        return inspect.get_annotations(fn)
 
 
 def _only(keywords: Mapping[str, Any], kind: type[R]) -> dict[str, R]:
@@ -143,7 +166,7 @@ def _parameter(kernel: str, parameter: inspect.Parameter) -> Parameter:
     role = parameter.default
     if not isinstance(role, Role):
         if isinstance(role, GridDim | Tunable):
-            kind = "Choice" if isinstance(role, Tunable) else "Each" if role.each else "Block"
+            kind = "a Choice" if isinstance(role, Tunable) else "an Each" if role.each else "a Block"
             raise SignatureError(
                 kernel, f"parameter {parameter.name} is a {kind} before the '*'", "it among the keyword-only ones"
             )

@@ -2,11 +2,13 @@
 
 from typing import Any, Final
 
-ITEM_BYTES: Final = {
-    "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int4": 1, "uint4": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2,
-    "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e4m3b11fnuz": 1,
-}  # fmt: skip
+_BYTES: Final = {
+    1: "bool int4 uint4 int8 uint8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e4m3b11fnuz",
+    2: "bfloat16 float16 int16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64 uint64",
+}
+ITEM_BYTES: Final = {name: size for size, names in _BYTES.items() for name in names.split()}
 KNOWN: Final = tuple(ITEM_BYTES)
 
 

@@ -11,7 +11,7 @@ class FrozenMapping(Mapping[str, V], Generic[V]):
 
     __slots__ = ("_hash", "_items")
 
-    def __init__(self, items: Mapping[str, V] | None = None, **more: V) -> None:  # type: ignore[misc]
+    def __init__(self, items: Mapping[str, V] | None = None, **more: V) -> None:
         self._items: dict[str, Any] = {**(items or {}), **more}
         self._hash: int | None = None
 

@@ -36,6 +36,10 @@ class Extent:
         """Whether the last block reaches past the end."""
         return self.size % self.block != 0 if self.block else False
 
+    def splits(self, unit: int) -> bool:
+        """Whether a unit of that many positions lies in two blocks."""
+        return self.count > 1 and self.block % unit != 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -170,29 +174,21 @@ class Geometry:
                 if isinstance(axis, d.Group) and (last := self.extents.get(axis.names[-1])) and last.ragged:
                     rule = f"a divisor of {axis.names[-1]} ({last.size}), the last dim of {axis} in {o.name}"
                     return ConfigError(k.kernel, f"block_{axis.names[-1]} = {last.block}", rule)
-                if isinstance(axis, d.Per) and (extent := self.extents.get(axis.name)) and self._splits(axis, extent):
+                if isinstance(axis, d.Per) and (walked := self.extents.get(axis.name)) and walked.splits(axis.per):
                     rule = f"a multiple of {axis.per}, since {o} has one entry for each {axis.per} of {axis.name}"
-                    return ConfigError(k.kernel, f"block_{axis.name} = {extent.block}", rule)
+                    return ConfigError(k.kernel, f"block_{axis.name} = {walked.block}", rule)
         return self._table_problem()
-
-    @staticmethod
-    def _splits(axis: d.Per, extent: Extent) -> bool:
-        return extent.count > 1 and extent.block % axis.per != 0
 
     def _table_problem(self) -> ConfigError | None:
         """A table entry found by the index of a block has to be one entry a block."""
         k = self.declaration
         tables = {o.name: o for o in k.tables}
-        for o in k.operands:
-            for axis in o.axes:
-                if not isinstance(axis, d.Lookup):
-                    continue
-                for at, entry in zip(axis.at, tables[axis.table].axes, strict=True):
-                    extent = self.extents[at]
-                    if isinstance(entry, d.Per) and entry.name == at and extent.count > 1 and extent.block != entry.per:
-                        found = f"block_{at} = {extent.block}"
-                        rule = f"{entry.per}, since {tables[axis.table]} has an entry for each {entry.per} of {at}"
-                        return ConfigError(k.kernel, found, rule)
+        for _, axis in k.lookups:
+            for at, entry in zip(axis.at, tables[axis.table].axes, strict=True):
+                extent = self.extents[at]
+                if isinstance(entry, d.Per) and entry.name == at and extent.count > 1 and extent.block != entry.per:
+                    rule = f"{entry.per}, since {tables[axis.table]} has an entry for each {entry.per} of {at}"
+                    return ConfigError(k.kernel, f"block_{at} = {extent.block}", rule)
         return None
 
     def _tiling_problem(self) -> LowerError | None:

@@ -75,14 +75,16 @@ def declaration_of(forward: Declaration, function: Callable[..., Any], gives: tu
     check(forward, name, takes, outputs)
     known = {o.name: o for o in (*forward.inputs, *forward.outputs)}
     known |= {f"d{o.name}": o for o, role in each_output(forward) if not role.saved}
-    operands = [_as_input(wanted, known[wanted]) for wanted in takes if wanted not in forward.statics]
+    statics = [wanted for wanted in takes if wanted in forward.statics]
+    operands = [_as_input(wanted, known[wanted]) for wanted in takes if wanted not in statics]
     operands += [_as_output(given, known[given[1:]]) for given in outputs]
     return Declaration(
         kernel=name,
         operands=tuple(operands),
         dims=FrozenMapping(),
         choices=FrozenMapping(),
-        statics=FrozenMapping({wanted: forward.statics[wanted] for wanted in takes if wanted in forward.statics}),
+        statics=FrozenMapping({name: forward.statics[name] for name in statics}),
+        static_types=FrozenMapping({name: forward.static_types[name] for name in statics}),
         grid=(),
         dtypes=forward.dtypes,
         tile=False,

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -64,7 +65,7 @@ class Dim:
         lo, hi = self._bounds()
         after = lo is None or (isinstance(lo, int) and lo <= 0) or self.stop > lo
         before = hi is None or (isinstance(hi, int) and hi >= self.size) or self.start < hi
-        return after & before
+        return all_of(after, before)
 
     @property
     def fetched(self) -> Any:
@@ -91,24 +92,21 @@ class Dim:
         return jnp.where(self.positions(value.shape, axis) < self.size, value, fill) if self.ragged else value
 
 
+def all_of(*conditions: Any) -> Any:
+    """Returns whether all hold; Python's True if all are, without a traced operation for those that are."""
+    traced = [condition for condition in conditions if condition is not True]
+    return functools.reduce(operator.and_, traced) if traced else True
+
+
 def hold(dim: Dim) -> Any:
     """Returns the dim's index, kept inside its span: a step outside asks for a block that is there already."""
     lo, hi = dim._bounds()
-    index = dim.index
-    if hi is not None:
-        index = _smaller(index, (hi - 1) // dim.block)
-    low = 0 if lo is None else _larger(_smaller(lo // dim.block, dim.count - 1), 0)
-    if hi is None and isinstance(low, int) and low == 0:
-        return index
-    return _larger(index, low)
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+    held = dim.index
+    if hi is not None and not (isinstance(hi, int) and hi >= dim.size):
+        held = jnp.maximum(jnp.minimum(held, (hi - 1) // dim.block), 0)
+    if lo is not None and not (isinstance(lo, int) and lo < dim.block):
+        held = jnp.maximum(held, jnp.minimum(lo // dim.block, dim.count - 1))
+    return held
 
 
 def step(geometry: Geometry, indices: tuple[Any, ...], tables: Mapping[str, Any]) -> dict[str, Dim]:

@@ -1,7 +1,6 @@
 """The rules that a declaration has to keep, whatever the shapes. Each is one function, in the order they are checked."""
 
 import inspect
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -128,33 +127,32 @@ def _dims_used(k: Declaration) -> None:
 
 def _lookups(k: Declaration) -> None:
     tables = {o.name: o for o in k.tables}
-    for o, axis in _axes_of(k, d.Lookup):
-        table = tables.get(axis.table)
-        if table is None:
+    for o, axis in k.lookups:
+        if axis.table not in tables:
             do = did_you_mean(axis.table, tables)
             raise SignatureError(k.kernel, f"{o} looks up in {axis.table!r}", f"one of the Prefetch tables {list(tables)}", do)
-        if len(table.axes) != len(axis.at):
-            found = f"{o} looks up {axis.table} with {len(axis.at)} indices"
-            raise SignatureError(k.kernel, found, f"{len(table.axes)}, one for each axis of {table}")
         if axis.name not in k.dims:
-            raise SignatureError(
-                k.kernel, f"{axis.name!r} of {o} has neither Block nor Each", "one, to say how much is looked up"
-            )
-        for at, entry in zip(axis.at, table.axes, strict=True):
-            if at not in k.grid:
-                raise SignatureError(k.kernel, f"{at!r} in {axis} of {o} is no grid dim", f"one of {list(k.grid)}")
-            if not k.dims[at].each and isinstance(entry, d.Named) and entry.name == at:
-                found = f"{axis} of {o} takes the index of a block of {at!r}, but {table} has an entry for each {at}"
-                raise SignatureError(k.kernel, found, f"an Each, or {at}/<block> in the table's dims")
-    for o, plain in _axes_of(k, d.Named | d.Group | d.Per):
-        for name in d.names_of(plain):
-            if name in k.dims and name not in k.grid and isinstance(o.role, Input | Output):
-                found = f"{name!r} is looked up in a table on one operand and plain on {o}"
-                raise SignatureError(k.kernel, found, "a looked-up dim to be looked up everywhere, since it has no grid index")
+            found = f"{axis.name!r} of {o} has neither Block nor Each"
+            raise SignatureError(k.kernel, found, "one of them, to say how much a table entry stands for")
+        _lookup_indices(k, o, axis, tables[axis.table])
+    for o in k.operands:
+        for plain in o.axes if isinstance(o.role, Input | Output) else ():
+            for name in () if isinstance(plain, d.Lookup) else d.names_of(plain):
+                if name in k.dims and name not in k.grid:
+                    found = f"{name!r} is looked up in a table on one operand and plain on {o}"
+                    raise SignatureError(k.kernel, found, "a table on every operand, since a looked-up dim has no grid index")
 
 
-def _axes_of(k: Declaration, kind: type) -> Iterator[tuple[Parameter, d.Axis]]:
-    return ((o, axis) for o in k.operands for axis in o.axes if isinstance(axis, kind))
+def _lookup_indices(k: Declaration, o: Parameter, axis: d.Lookup, table: Parameter) -> None:
+    if len(table.axes) != len(axis.at):
+        found = f"{o} looks up {axis.table} with {len(axis.at)} indices"
+        raise SignatureError(k.kernel, found, f"{len(table.axes)}, one for each axis of {table}")
+    for at, entry in zip(axis.at, table.axes, strict=True):
+        if at not in k.grid:
+            raise SignatureError(k.kernel, f"{at!r} in {axis} of {o} is no grid dim", f"one of {list(k.grid)}")
+        if not k.dims[at].each and isinstance(entry, d.Named) and entry.name == at:
+            found = f"{axis} of {o} takes the index of a block of {at!r}, but {table} has an entry for each {at}"
+            raise SignatureError(k.kernel, found, f"an Each, or {at}/<block> in the table's dims")
 
 
 def _aliases(k: Declaration) -> None:
@@ -180,8 +178,8 @@ def _two_axes(k: Declaration) -> None:
                 k.kernel,
                 f"{o} leaves a block of {len(left)} axes",
                 "two or more",
-                "Write '_' for an axis of size one: before the last dim for a row (compact; XLA copies it if the array has rank > 1), "
-                "after it for a column (any block of 8, 128 x the bytes).",
+                "Write '_' for an axis of size one: before the last dim for a row (compact; XLA copies it if the array has "
+                "rank > 1), after it for a column (any block of 8, 128 x the bytes).",
             )
 
 

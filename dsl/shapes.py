@@ -35,7 +35,6 @@ def workload_signature(kernel: "Kernel", workload: Workload) -> Signature:
 def _sizes(k: Declaration, workload: Workload) -> tuple[dict[str, int], tuple[int, ...] | None]:
     subject = f"{k.kernel}, workload {workload.name}"
     dims = list(dict.fromkeys(name for o in k.inputs for name in o.names))
-    star = next((a.name for o in k.inputs for a in o.axes if getattr(a, "leading", False)), None)
     values: dict[str, Any] = {name: k.statics[name] for name in k.int_statics if name in dims}
     for name, value in workload.values.items():
         if name in dims:
@@ -47,7 +46,7 @@ def _sizes(k: Declaration, workload: Workload) -> tuple[dict[str, int], tuple[in
     if missing:
         raise ConfigError(subject, f"no size for {missing[0]!r}", f"one for each of {dims}")
     leading = None
-    if star is not None:
-        leading = values[star] if isinstance(values[star], tuple) else (values[star],)
-        values[star] = math.prod(leading)
+    if k.star is not None:
+        leading = values[k.star] if isinstance(values[k.star], tuple) else (values[k.star],)
+        values[k.star] = math.prod(leading)
     return values, leading

@@ -124,8 +124,8 @@ def _add_value(state: Any, value: Any, seen: set[int]) -> None:
 
 def _is_library(module: types.ModuleType) -> bool:
     spec = importlib.util.find_spec(module.__name__.partition(".")[0]) if module.__name__ != "__main__" else None
-    name = (spec and spec.origin) or getattr(module, "__file__", None)
-    return bool(name) and any(pathlib.Path(name).resolve().is_relative_to(folder) for folder in _library_folders())
+    name = (spec.origin if spec else None) or getattr(module, "__file__", None)
+    return name is not None and any(pathlib.Path(name).resolve().is_relative_to(folder) for folder in _library_folders())
 
 
 def _add_code(state: Any, code: types.CodeType) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +14,8 @@ from tpukern.dsl import context
 from tpukern.dsl import dims as d
 from tpukern.dsl.declaration import Parameter, each_output
 from tpukern.dsl.geometry import Geometry
-from tpukern.dsl.grid import Dim, step
-from tpukern.dsl.roles import Accumulator, Output, ScalarInput, Table
+from tpukern.dsl.grid import Dim, all_of, step
+from tpukern.dsl.roles import Accumulator, Input, Output, ScalarInput, Table
 from tpukern.errors import SignatureError
 
 
@@ -97,7 +96,7 @@ def _grid_keywords(geometry: Geometry, inputs: list[Parameter]) -> dict[str, Any
     scratch = [
         pltpu.VMEM(tuple(b for b in geometry.block_shape(o) if b is not None), jnp.dtype(geometry.dtype(o))) for o in k.scratch
     ]
-    keywords = {
+    keywords: dict[str, Any] = {
         "grid": geometry.grid,
         "in_specs": [_spec(geometry, o) for o in inputs if not isinstance(o.role, Table)],
         "out_specs": [_spec(geometry, o) for o in k.outputs],
@@ -159,7 +158,7 @@ def _set_accumulators(geometry: Geometry, dims: Mapping[str, Dim], refs: Mapping
             by_dims.setdefault(geometry.summed(o), []).append((refs[o.name], o.role.init))
     for summed, group in by_dims.items():
 
-        @pl.when(functools.reduce(operator.and_, (dims[name].first for name in summed), True))
+        @pl.when(all_of(*(dims[name].first for name in summed)))
         def _set(group: list[tuple[Any, float]] = group) -> None:
             for ref, value in group:
                 ref[...] = jnp.full(ref.shape, value, ref.dtype)
@@ -169,8 +168,9 @@ def _fill_tails(geometry: Geometry, dims: Mapping[str, Dim], refs: Mapping[str, 
     """Stores each input's `fill` past the end of the dims that are summed over, on the steps that hold their last block."""
     by_dim: dict[str, list[tuple[Any, int, int, float]]] = {}
     for o in geometry.declaration.inputs:
-        for axis, name, real in geometry.fills(o) if not isinstance(o.role, Table | ScalarInput) else ():
-            by_dim.setdefault(name, []).append((refs[o.name], axis, real, o.role.fill))
+        if isinstance(o.role, Input):
+            for axis, name, real in geometry.fills(o):
+                by_dim.setdefault(name, []).append((refs[o.name], axis, real, o.role.fill))
     for name, group in by_dim.items():
 
         @pl.when(dims[name].fetched == dims[name].count - 1)
