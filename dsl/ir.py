@@ -114,7 +114,7 @@ class BlockUse:
     @property
     def block_bytes(self) -> int:
         """Bytes that one block moves between HBM and VMEM."""
-        return math.prod(self.ref_shape) * _itemsize(self.dtype)
+        return int(math.prod(self.ref_shape) * _itemsize(self.dtype))
 
     @property
     def vmem_bytes(self) -> int:
@@ -270,7 +270,7 @@ def _settings(compiler_params: Any) -> dict[str, Any]:
     """The compiler parameters that were set, by name."""
     if compiler_params is None or not dataclasses.is_dataclass(compiler_params):
         return {}
-    plain = type(compiler_params)()
+    plain: Any = type(compiler_params)()  # type: ignore[misc]
     fields = (field.name for field in dataclasses.fields(compiler_params))
     return {f: getattr(compiler_params, f) for f in fields if getattr(compiler_params, f) != getattr(plain, f)}
 
@@ -326,15 +326,36 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
+_FREE = ("get", "broadcast_in_dim", "iota")  # read from the window, or made where they are used
+
+
 def _temporaries_bytes(body: Any) -> int:
-    """The two largest values that the body computes, as if they were live together."""
-    sizes = [0, 0]
-    for equation in _equations(body):
-        for variable in equation.outvars:
-            aval = variable.aval
-            if getattr(aval, "shape", ()) and not hasattr(aval, "inner_aval"):  # an array, not a ref
-                sizes.append(padded_bytes(aval.shape, str(aval.dtype)))
-    return sum(sorted(sizes)[-2:])
+    """The most bytes of computed values that are live at once, run in program order.
+
+    An upper bound on 104 compiles of the shipped kernels (v5e, v6e, libtpu 0.0.51), where Mosaic's temporaries took 0 to 0.8
+    of it: the compiler fuses elementwise chains.
+    """
+    last: dict[Any, int] = {}
+    for place, equation in enumerate(body.eqns):
+        last.update((atom, place) for atom in equation.invars if not hasattr(atom, "val"))
+    last.update((atom, len(body.eqns)) for atom in body.outvars if not hasattr(atom, "val"))
+    sizes: dict[Any, int] = {}
+    most = live = 0
+    for place, equation in enumerate(body.eqns):
+        inner = [_temporaries_bytes(j) for value in equation.params.values() for j in jax_adapter.inner_jaxprs(value)]
+        made = {v: 0 if equation.primitive.name in _FREE else _value_bytes(v.aval) for v in equation.outvars}
+        most = max(most, live + max(sum(made.values()), *inner, 0))
+        sizes.update(made)
+        live += sum(made.values())
+        for atom in [v for v in (*equation.invars, *equation.outvars) if not hasattr(v, "val")]:
+            if last.get(atom, -1) <= place:
+                live -= sizes.pop(atom, 0)
+    return most
+
+
+def _value_bytes(aval: Any) -> int:
+    is_array = bool(getattr(aval, "shape", ())) and not hasattr(aval, "inner_aval")  # else a scalar or a ref
+    return padded_bytes(aval.shape, str(aval.dtype)) if is_array else 0
 
 
 def _lines(call: PallasCall) -> Iterator[str]:

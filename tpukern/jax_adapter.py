@@ -42,7 +42,7 @@ def load() -> types.ModuleType:
     import jax
     from jax._src import cloud_tpu_init, xla_bridge
 
-    chosen = jax.config.jax_platforms
+    chosen: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     by_jax = cloud_tpu_init.running_in_cloud_tpu_vm and chosen == "tpu,cpu" and environment.jax_platforms() is None
     free = chosen is None or (by_jax and "torch_tpu" in sys.modules)
     if free and not xla_bridge.backends_are_initialized():
