@@ -3,9 +3,9 @@
     y = x + attention(rms_norm(x));  y + down(silu(gate(h)) * up(h)) with h = rms_norm(y);  four such blocks, rotary positions,
     two key/value heads for four query heads, the embedding reused as output layer.
 
-Run it on any device: `python tiny_llama.py --device cpu`. The initial weights and the batches are drawn on the CPU from one seed, so
-that runs on two devices can be compared step by step: `--save FILE` keeps a run's losses, `--beside FILE` prints them next to
-its own.
+Run it on any device: `python tiny_llama.py --device cpu`. The initial weights and the batches are drawn on the CPU from one
+seed, so that runs on two devices can be compared step by step: `--save FILE` keeps a run's losses, `--beside FILE` prints
+them next to its own.
 """
 
 import argparse
@@ -158,7 +158,9 @@ class Curve:
         print(f"{row} {time.monotonic() - self.started:8.1f}", flush=True)
 
 
-def train(model: nn.Module, shape: Shape, device: str, steps: int, *, compiled: bool, beside: list[float] | None) -> list[float]:
+def train(
+    model: nn.Module, shape: Shape, device: str, steps: int, *, compiled: bool, beside: list[float] | None
+) -> list[float]:
     """Trains `model` on `device` and returns the loss of every step."""
     text, draw = corpus(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(0, steps), betas=(0.9, 0.95), weight_decay=0.1)
