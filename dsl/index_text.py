@@ -46,7 +46,8 @@ def _evaluate(jaxpr: Any, values: dict[Any, str]) -> list[str]:
         elif name in _CALLS:
             results = [f"{_CALLS[name]}({', '.join(map(_bare, arguments))})"]
         elif name == "select_n" and len(arguments) == 3:
-            results = [f"({arguments[2]} if {_bare(arguments[0])} else {arguments[1]})"]
+            no, yes = (a if " if " in a else _bare(a) for a in arguments[1:])
+            results = [f"({yes} if {_bare(arguments[0])} else {no})"]
         elif name == "get":
             indices = (_bare(text(i)) if hasattr(i, "aval") else str(i) for i in jax_adapter.read_indices(equation))
             results = [f"{arguments[0]}[{', '.join(indices)}]"]
