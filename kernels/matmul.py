@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tpukern.dsl import F32, Acc, Block, Dim, In, Out, Override, Ref, Workload, dot, kernel
+from tpukern.dsl import F32, Acc, Block, Config, Dim, In, Out, Override, Ref, Signature, Workload, dot, kernel
 
 if TYPE_CHECKING:
+    from tpukern.targets import Target
     from torch import Tensor
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -46,6 +47,17 @@ LLAMA = "meta-llama/Meta-Llama-3-8B config: hidden_size 4096 (32 heads of 128), 
 QWEN = "Qwen/Qwen3-8B config: hidden_size 4096, intermediate_size 12288"
 QWEN_MOE = "Qwen/Qwen3-30B-A3B config: hidden_size 2048, moe_intermediate_size 768; 8192 tokens to 8 of 128 experts each"
 VIT = "google/vit-large-patch16-224 config: hidden_size 1024, intermediate_size 4096, gelu; 64 images of 197 tokens"
+
+
+def reject(config: Config, signature: Signature, target: "Target | None") -> str | None:
+    """Prunes float32 blocks whose products do not fit: the six bfloat16 passes keep three parts of each operand around."""
+    if target is None or signature.dtype != "float32":
+        return None
+    m, n, k = (min(config[f"block_{dim}"], signature.sizes[dim]) for dim in "mnk")
+    needed_bytes = 4 * (int(3.5 * k * (m + n)) + 4 * m * n)  # two windows and 3/2 for the parts; y twice, acc, product
+    if needed_bytes <= target.scoped_vmem_bytes:
+        return None
+    return f"about {needed_bytes / 2**20:.1f} MiB of VMEM, {target.name} has {target.scoped_vmem_bytes / 2**20:.0f} MiB"
 
 
 def matmul_reference(x: "Tensor", w: "Tensor") -> "Tensor":
@@ -132,6 +144,7 @@ def linear_impl(x: "Tensor", w: "Tensor", bias: "Tensor | None" = None) -> "Tens
         Workload("qwen3_30b_a3b_expert", m=512, k=2048, n=768, source=QWEN_MOE),
     ),
     tolerance=TOLERANCE,
+    reject=reject,
 )
 def matmul(
     x: Ref = In("*m k"),
@@ -158,6 +171,7 @@ def matmul(
         Workload("qwen3_8b_down_f32", dtype="float32", m=4096, k=12288, n=4096, source=QWEN),
     ),
     tolerance=TOLERANCE,
+    reject=reject,
 )
 def matmul_nt(
     x: Ref = In("*m k"),
@@ -181,6 +195,7 @@ def matmul_nt(
     reference=matmul_tn_reference,
     workloads=(Workload("llama3_8b_query_grad", k=8192, m=4096, n=4096, source=LLAMA),),
     tolerance=TOLERANCE,
+    reject=reject,
 )
 def matmul_tn(
     x: Ref = In("*k m"),
@@ -211,6 +226,7 @@ def matmul_tn(
         Workload("vit_l16_mlp", m=64 * 197, k=1024, n=4096, act="gelu", source=VIT),
     ),
     tolerance=TOLERANCE,
+    reject=reject,
 )
 def linear(
     x: Ref = In("*m k"),
@@ -231,7 +247,7 @@ def linear(
         y[...] = ACTIVATIONS[act](acc[...] + b[...].astype(F32)).astype(y.dtype)
 
 
-@kernel
+@kernel(reject=reject)
 def linear_dz(
     x: Ref = In("*m k"),
     w: Ref = In("n k"),

@@ -147,7 +147,7 @@ def rms_norm_backward(
     dx: Ref = Out("*r d"),
     dw: Ref = Out("_ d", "float32", init=0.0),  # summed in float32, returned in the weight's type
     *,
-    r: Dim = Block(8, 16, 32, 64, 128, 256, 512, default=128),
+    r: Dim = Block(8, 16, 32, 64, 128, 256, 512, default=64),
 ) -> None:
     n = x[...].astype(F32) * rstd[...]
     g = dy[...].astype(F32)
