@@ -61,7 +61,8 @@ SURROUNDINGS = """
     class Here: pass
     print(json.dumps({
         "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "spec": repr(__spec__), "doc": __doc__,
-        "package": __package__, "cached": __cached__, "loader": type(__loader__).__name__, "main": sys.modules["__main__"].__file__,
+        "package": __package__, "cached": __cached__, "loader": type(__loader__).__name__,
+        "main": sys.modules["__main__"].__file__,
         "builtins": type(__builtins__).__name__, "annotations": __annotations__, "globals": sorted(globals()),
         "pickled": pickle.loads(pickle.dumps(Here)) is Here, "neighbour": neighbour.VALUE, "cwd": os.getcwd(),
     }))
@@ -88,13 +89,14 @@ def test_the_script_sees_what_it_sees_under_python(tmp_path: Path, script: str) 
 
 
 FAILURES = {
-    "raises": "def f():\n    raise ValueError('own words')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError('second') from e\n",
+    "raises": "def f():\n    raise ValueError('own words')\nf()\n",
+    "raises from": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('second') from e\n",
     "tpukern error": "import tpukern\nraise tpukern.ConfigError('k', 'found')\n",
     "click error": "import click\nraise click.UsageError('theirs')\n",
     "broken pipe": "import errno\nraise OSError(errno.EPIPE, 'pipe')\n",
     "end of file": "raise EOFError\n",
     "syntax": "print('never')\nx = = 1\n",
-    "own hook": "import sys\nsys.excepthook = lambda kind, value, trace: print('hooked', kind, trace.tb_lineno, file=sys.stderr)\n1 / 0\n",
+    "own hook": "import sys\nsys.excepthook = lambda kind, e, trace: print(kind, trace.tb_lineno, file=sys.stderr)\n1 / 0\n",
     "exit": "import sys\nsys.exit(7)\n",
     "exit with words": "raise SystemExit('enough')\n",
     "exit with none": "raise SystemExit\n",
@@ -154,7 +156,9 @@ def test_explain_json_is_written_even_if_the_script_fails(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "out.json").read_text()) == [{"op": "tpukern::fake", "calls": 3}]
 
 
-@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise SystemExit(5)", 5), ("1 / 0", 1), ("raise SystemExit('no')", 1)])
+@pytest.mark.parametrize(
+    ("end", "status"), [("pass", 0), ("raise SystemExit(5)", 5), ("1 / 0", 1), ("raise SystemExit('no')", 1)]
+)
 def test_json_has_stdout_to_itself(tmp_path: Path, end: str, status: int) -> None:
     source = f"""
         import atexit, os, subprocess, sys
@@ -172,7 +176,9 @@ def test_json_has_stdout_to_itself(tmp_path: Path, end: str, status: int) -> Non
         assert line in done.stderr
 
 
-UNREADABLE = "run[config]: cannot read 'no.py': No such file or directory; expected a Python script, or a folder with a __main__.py."
+UNREADABLE = (
+    "run[config]: cannot read 'no.py': No such file or directory; expected a Python script, or a folder with a __main__.py."
+)
 UNWRITABLE = (
     "run[config]: --explain-json 'no/such/place.json' cannot be written: No such file or directory; "
     "expected a file in a folder that exists."

@@ -20,7 +20,7 @@ RIGHT = ("seconds", "VMEM MiB", "code MiB")
 @click.command("compile")
 @click.argument("kernel")
 @click.option("--target", "targets", required=True, metavar="NAMES", help="Chips: v5e,v6e,... or all.")
-@choice_options
+@choice_options(one=False)
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Compile this many at a time; default: one a core.")
 @json_option
 @click.pass_obj
@@ -40,7 +40,11 @@ def compile_points(output: Output, kernel: str, targets: str, workers: int | Non
     from tpukern.compiling import Job, compile_many
 
     chosen = points(find_kernels(kernel), find_targets(targets), choice)
-    jobs = [Job(bound=point.bound, target=point.target) for point in chosen if point.bound is not None]
+    jobs = [
+        Job(bound=point.bound, target=point.target, direction=point.direction, workload=point.workload.name)
+        for point in chosen
+        if point.bound is not None
+    ]
     with Progress(output, total=len(jobs)) as progress:
         results = iter(compile_many(jobs, workers=workers, on_result=progress.step))
     rows = [row_of(point, next(results) if point.bound is not None else None) for point in chosen]
@@ -115,7 +119,7 @@ class Progress:
         """Counts one result."""
         self._done += 1
         self._failed += not compiled.ok
-        name = f"{compiled.kernel} {compiled.direction} {compiled.target}"
+        name = f"{compiled.kernel} {compiled.workload} {compiled.target}"
         if self._bar is not None:
             failed = f" ({self._failed} failed)" if self._failed else ""
             self._bar.update(self._task, advance=1, description=f"{name}{failed}")

@@ -38,7 +38,7 @@ def describe(kernel: "Kernel") -> dict[str, Any]:
         "directions": list(kernel.directions),
         "overrides": [{"op": o.op, "keys": list(o.keys), "opt_in": o.opt_in} for o in kernel.overrides],
         "workloads": [
-            {"name": w.name, "dtype": w.dtype, "directions": list(w.directions), "sizes": dict(w.sizes), "source": w.source}
+            {"name": w.name, "dtype": w.dtype, "directions": list(w.directions), "values": dict(w.values), "source": w.source}
             for w in kernel.workloads
         ],
         "targets": list(TARGETS),

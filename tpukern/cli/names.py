@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 import types
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tpukern.dsl import Kernel, Workload
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "fp32": "float32", "fp16": "float16"}
+LEADING = re.compile(r"\d+(x\d+)+")
 LITERALS = {"true": True, "false": False, "none": None}
 
 
@@ -26,10 +28,11 @@ def shipped() -> "dict[str, Kernel]":
 
 
 def kernels_in(module: types.ModuleType) -> "dict[str, Kernel]":
-    """Returns the kernels among a module's names that are nobody's backward, in order."""
+    """Returns the kernels among a module's names that are nobody's backward, in the order of ``__all__`` or of definition."""
     from tpukern.dsl import Kernel
 
-    found = {name: value for name, value in vars(module).items() if isinstance(value, Kernel)}
+    names = getattr(module, "__all__", vars(module))
+    found = {name: value for name in names if isinstance(value := getattr(module, name, None), Kernel)}
     backwards = {id(kernel.gradient) for kernel in found.values() if kernel.gradient is not None}
     return {name: kernel for name, kernel in found.items() if id(kernel) not in backwards}
 
@@ -71,8 +74,9 @@ def find_kernel(name: str) -> "Kernel":
 
 def import_file(path: Path) -> types.ModuleType:
     """Imports a file by its path, with its folder first on ``sys.path``, as python would run it."""
+    named = str(path)
     if not path.is_file():
-        raise ConfigError("kernel", f"no file {str(path)!r}", "a Python file")
+        raise ConfigError("kernel", f"no file {named!r}", "a Python file")
     path = path.resolve()
     name = path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
@@ -83,7 +87,7 @@ def import_file(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
-    with imported(str(path)):
+    with imported(named):
         spec.loader.exec_module(module)
     return module
 
@@ -157,10 +161,12 @@ def parse_shape(subject: str, text: str) -> dict[str, Any]:
     return values
 
 
-def literal(text: str) -> int | float | bool | str | None:
-    """Returns the value that ``text`` spells: an int, a float, true, false, none, or the string itself."""
+def literal(text: str) -> int | float | bool | str | tuple[int, ...] | None:
+    """Returns what ``text`` spells: an int, a float, true, false, none, leading axes as ``4x128``, or the string itself."""
     if text.lower() in LITERALS:
         return LITERALS[text.lower()]
+    if LEADING.fullmatch(text):
+        return tuple(int(size) for size in text.split("x"))
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)

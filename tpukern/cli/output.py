@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -28,12 +29,16 @@ class Output:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Keeps stdout for the result while the block runs, if that result is JSON."""
-        if not self.as_json:
+        """Keeps stdout for the result while the block runs, if that result is JSON; warnings become one line on stderr."""
+        with contextlib.ExitStack() as undo:
+            if self.as_json:
+                undo.enter_context(contextlib.redirect_stdout(sys.stderr))
+            undo.callback(setattr, warnings, "showwarning", warnings.showwarning)
+            warnings.showwarning = self._warn
             yield
-            return
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+
+    def _warn(self, message: Warning | str, *where: object, **more: object) -> None:
+        self.note(f"{click.style('warning:', fg='yellow')} {message}")
 
     def json(self, value: Any) -> None:
         """Writes the result as one JSON value on stdout."""

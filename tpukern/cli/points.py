@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tpukern.dsl import Bound, Kernel, Workload
 
 DIRECTIONS = ("forward", "backward")
-AD_HOC = "shape"  # name of the workload that --shape makes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,17 +56,27 @@ class Choice:
     direction: str | None = None
 
 
-def choice_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of a `Choice` to a click command."""
-    for option in (
-        click.option("--direction", type=click.Choice(DIRECTIONS), help="One direction; both without it."),
-        click.option("--config", metavar="K=V,...", help="Block sizes and choices; the default config fills in the rest."),
-        click.option("--dtype", help="Element type, in place of the workload's own."),
+def choice_options(*, one: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that adds the options of a `Choice` to a click command.
+
+    Args:
+        one: The command takes the first of the chosen points, not all of them.
+    """
+    direction, workload = ("the forward", "the first") if one else ("both", "all of them")
+    options = (
+        click.option("--workload", metavar="NAME", help=f"A named workload; without it {workload}."),
         click.option("--shape", metavar="DIM=N,...", help="Sizes and static arguments, in place of a named workload."),
-        click.option("--workload", metavar="NAME", help="A named workload; all of them without it."),
-    ):
-        command = option(command)
-    return command
+        click.option("--dtype", metavar="NAME", help="Element type, in place of the workload's own."),
+        click.option("--config", metavar="K=V,...", help="Block sizes and choices; the default config fills in the rest."),
+        click.option("--direction", type=click.Choice(DIRECTIONS), help=f"One direction; without it {direction}."),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 def choice_of(workload: str | None, shape: str | None, dtype: str | None, config: str | None, direction: str | None) -> Choice:
@@ -86,7 +95,10 @@ def points(kernels: "Sequence[Kernel]", targets: Sequence[Target], choice: Choic
 
     Raises:
         ConfigError: A workload, dtype, direction or config key that none of the kernels has.
+        TpukernError: None can be bound, all for the same reason.
     """
+    from tpukern.dsl import Config
+
     workloads = chosen_workloads(kernels, choice)
     found = [
         Point(kernel=kernel, direction=direction, workload=workload, target=target)
@@ -96,14 +108,17 @@ def points(kernels: "Sequence[Kernel]", targets: Sequence[Target], choice: Choic
         if direction in workload.directions
         for target in targets
     ]
+    subject = kernels[0].name if len(kernels) == 1 else "all"
     if not found:
-        subject = kernels[0].name if len(kernels) == 1 else "all"
-        raise ConfigError(subject, f"no workload with direction {choice.direction!r}", "a direction that the kernel has")
-    given = given_config(kernels, choice)
+        raise nothing(kernels, subject, choice)
+    given = Config({}) if choice.config is None else Config.parse(choice.config)
     spaces: list[tuple[str, ...]] = []
     bound = [bind(point, given, spaces) for point in found]
     if spaces:
-        known_keys(given, spaces, kernels[0].name if len(kernels) == 1 else "all")
+        known_keys(given, spaces, subject)
+    first = bound[0].error
+    if first is not None and {str(point.error) for point in bound} == {str(first)}:
+        raise first
     return bound
 
 
@@ -116,21 +131,28 @@ def chosen_workloads(kernels: "Sequence[Kernel]", choice: Choice) -> "dict[str, 
         found = {}
         for kernel in kernels:
             sizes = parse_shape(kernel.name, choice.shape)
-            found[kernel.name] = [Workload(AD_HOC, dtype=kernel.dtypes[0], source="--shape", **sizes)]
+            found[kernel.name] = [Workload(choice.shape, dtype=kernel.dtypes[0], source="--shape", **sizes)]
     if choice.dtype is None:
         return found
     dtypes = {kernel.name: find_dtype(kernel, choice.dtype) for kernel in kernels}
-    return {name: [dataclasses.replace(w, dtype=dtypes[name]) for w in group] for name, group in found.items()}
+    return {name: [with_dtype(w, dtypes[name]) for w in group] for name, group in found.items()}
+
+
+def with_dtype(w: "Workload", dtype: str) -> "Workload":
+    return type(w)(w.name, dtype=dtype, directions=w.directions, source=w.source, tables=dict(w.tables), **w.values)
 
 
 def chosen_directions(kernel: "Kernel", choice: Choice) -> Iterator[str]:
     return (direction for direction in kernel.directions if choice.direction in (None, direction))
 
 
-def given_config(kernels: "Sequence[Kernel]", choice: Choice) -> Mapping[str, Any]:
-    from tpukern.dsl import Config
-
-    return {} if choice.config is None else Config.parse(choice.config)
+def nothing(kernels: "Sequence[Kernel]", subject: str, choice: Choice) -> ConfigError:
+    """Returns why no point is left."""
+    known = list(dict.fromkeys(direction for kernel in kernels for direction in kernel.directions))
+    if choice.direction is not None and choice.direction not in known:
+        return ConfigError(subject, f"no direction {choice.direction!r}", f"one of {known}")
+    asked = f"workload {choice.workload!r}" if choice.workload is not None else "workload"
+    return ConfigError(subject, f"no {asked} with direction {choice.direction or known[0]!r}", "a workload that claims it")
 
 
 def bind(point: Point, given: Mapping[str, Any], spaces: list[tuple[str, ...]]) -> Point:
@@ -138,10 +160,10 @@ def bind(point: Point, given: Mapping[str, Any], spaces: list[tuple[str, ...]]) 
     kernel = point.kernel.directions[point.direction]
     try:
         signature = kernel.workload_signature(point.workload)
-        config = kernel.default_config(signature, point.target)
-        spaces.append(tuple(config))
-        own = {key: value for key, value in given.items() if key in config}
-        bound = kernel.bind_signature(signature, config=type(config)({**config, **own}) if own else config, target=point.target)
+        keys = (*kernel.default_config(signature, point.target), *(("order",) if kernel.is_tile else ()))
+        spaces.append(keys)
+        own = {key: value for key, value in given.items() if key in keys}
+        bound = kernel.bind_signature(signature, config=own, target=point.target)
     except TpukernError as e:
         return dataclasses.replace(point, error=e)
     return dataclasses.replace(point, bound=bound)

@@ -41,7 +41,8 @@ def requirements() -> list[Requirement]:
     for line in importlib.metadata.requires("tpukern") or []:
         match = REQUIREMENT.fullmatch(line)
         assert match, f"cannot read tpukern's own requirement {line!r}"
-        name, rule, extra = match["name"], match["rule"], match["extra"] or ""
+        name, extra = match["name"], match["extra"] or ""
+        rule = ",".join(sorted(match["rule"].split(","), reverse=True))  # >= before <
         found.append(Requirement(name=name, rule=rule, extra=extra, installed=installed_version(name)))
     return found
 

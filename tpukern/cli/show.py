@@ -7,10 +7,11 @@ import click
 from tpukern.cli.names import find_kernel, find_targets
 from tpukern.cli.output import Output, json_option
 from tpukern.cli.points import Choice, choice_of, choice_options, points
-from tpukern.errors import ConfigError
+from tpukern.errors import ConfigError, TpukernError
 
 if TYPE_CHECKING:
     from tpukern.cli.points import Point
+    from tpukern.dsl.ir import PallasCall
 
 STAGES = ("bound", "pallas", "mosaic", "stablehlo")
 DEFAULT_TARGET = "v5e"
@@ -20,15 +21,15 @@ DEFAULT_TARGET = "v5e"
 @click.argument("kernel")
 @click.option("--target", default=DEFAULT_TARGET, show_default=True, metavar="NAME", help="One chip.")
 @click.option("--stage", type=click.Choice(STAGES), default="bound", show_default=True, help="What to show.")
-@choice_options
+@choice_options(one=True)
 @json_option
 @click.pass_obj
 def show_command(output: Output, kernel: str, target: str, stage: str, **chosen: Any) -> int:
     """Show KERNEL at one stage: bound, pallas, mosaic or stablehlo.
 
-    bound: sizes, config, grid, blocks, scratch and VMEM estimate. pallas: the pallas_calls, as traced. mosaic: the
-    text of each, as the TPU compiler gets it. stablehlo: the module around them. Without --workload it is the first
-    workload, without --direction the forward. Neither a TPU nor libtpu is needed.
+    bound: sizes, config, grid, blocks, scratch and VMEM estimate. pallas: each pallas_call with its body, as traced.
+    mosaic: the text of each, as the TPU compiler gets it. stablehlo: the module around them. Without --workload it is
+    the first workload, without --direction the forward. Neither a TPU nor libtpu is needed.
     """
     point = one_point(kernel, target, choice_of(**chosen))
     texts = stage_texts(point, stage)
@@ -71,10 +72,20 @@ def stage_texts(point: "Point", stage: str) -> tuple[str, ...]:
     """Returns the text of the stage; of pallas and mosaic one for each pallas_call."""
     from tpukern.lowering import lower
 
-    assert point.bound is not None
-    if stage == "bound":
-        return (point.bound.text(),)
-    if stage == "pallas":
-        return tuple(call.text() for call in point.bound.calls)
-    lowered = lower(point.bound, point.target)
-    return lowered.mosaic if stage == "mosaic" else (lowered.stablehlo,)
+    bound = point.bound
+    assert bound is not None
+    if stage in ("mosaic", "stablehlo"):
+        lowered = lower(bound, point.target)
+        return lowered.mosaic if stage == "mosaic" else (lowered.stablehlo,)
+    try:
+        return (bound.text(),) if stage == "bound" else tuple(map(pallas_text, bound.calls))
+    except TpukernError:
+        raise
+    except Exception:
+        lower(bound, point.target)  # the kernel's body raises: this says so, with its line
+        raise
+
+
+def pallas_text(call: "PallasCall") -> str:
+    """Returns one pallas_call: its grid and blocks, then its body's jaxpr."""
+    return f"{call.text()}\n\n{call.body.pretty_print(use_color=False)}"
