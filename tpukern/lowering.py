@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -101,12 +102,12 @@ def resolve_target(bound: Lowerable, target: Target | str | None) -> Target:
 
 def _lower_error(name: str, target: Target, error: Exception) -> LowerError:
     """Puts JAX's exception in our form, with the kernel's own line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = re.sub(r"Please file an issue at \S+", "", " ".join(str(error).split())).strip()[:1000]
+    found = f"{type(error).__name__}: {said}" if said else type(error).__name__
     place = _place(error)
     return LowerError(
         name,
-        found[:500].rstrip(".") + (f", at {place}" if place else ""),
+        found.rstrip(". ") + (f", at {place}" if place else ""),
         "a body that Pallas can lower",
         target=target.name,
     )
