@@ -40,6 +40,7 @@ class Kernel:
         reject: `(config, signature, target)` to the reason why that config is no good, or None.
         gradient: The backward kernel, or None.
         forward: The kernel that this one is the gradient of, or None.
+        torch_op, torch_call, torch_launch: What dispatch keeps here, so that calls on torch tensors need not look for it.
     """
 
     def __init__(
@@ -63,6 +64,9 @@ class Kernel:
         self.build, self.vmem_limit_bytes, self.reject = build, vmem_limit_bytes, reject
         self.gradient: Kernel | None = None
         self.forward: Kernel | None = None
+        self.torch_op: Any = None
+        self.torch_call: Callable[..., Any] | None = None
+        self.torch_launch: Callable[..., Any] | None = None
         self._casts: dict[str, str | None] = {}
         self._split = frozenset((*declaration.statics,))
         self._bind = functools.lru_cache(maxsize=512)(self._bind_uncached)
@@ -234,7 +238,8 @@ class Kernel:
         """
         for arg in args:
             if hasattr(arg, "requires_grad"):
-                return importlib.import_module("tpukern.dispatch").call(self, args, keywords)
+                call = self.torch_call or importlib.import_module("tpukern.dispatch").call
+                return call(self, args, keywords)
         outputs = self.run(*args, **keywords)
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -250,6 +255,8 @@ class Kernel:
         Returns:
             The output; several as a tuple, `saved` ones included.
         """
+        if self.torch_launch is not None:
+            return self.torch_launch(tensors, keywords, layouts)
         return importlib.import_module("tpukern.dispatch").launch(self, tensors, keywords, layouts)
 
     def run(self, *arrays: Any, **keywords: Any) -> tuple[jax.Array, ...]:

@@ -55,6 +55,8 @@ class Override:
         keys: Dispatch keys to register on.
         opt_in: Whether it is off unless asked for.
         flips_with: Ops that have to be overridden together with this one, or not at all.
+        token: Tensors that the forward op returns and the backward op takes, to tell by their shape whose forward pass it
+            was: wanted where the native kernel's saved tensors mean something else than ours. They must have no other use.
     """
 
     op: str
@@ -63,3 +65,4 @@ class Override:
     keys: tuple[str, ...] = dataclasses.field(default=("PrivateUse1",), kw_only=True)
     opt_in: bool = dataclasses.field(default=False, kw_only=True)
     flips_with: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    token: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)

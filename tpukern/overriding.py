@@ -1,0 +1,309 @@
+"""Kernels in the place of ATen's own, on the ``tpu`` device.
+
+An override asks its `cond` whether it takes a call; if not, the kernel that was there before does, and the reason is kept.
+
+Forward and backward of one op have to be of one making: the native attention's "logsumexp" is no log-sum-exp, and feeding
+one's statistics to the other's backward pass gives wrong gradients without a word. So an override that says `token` marks what
+its forward pass saved: the tensors of those names are ones of a shape that no native kernel returns. Its backward pass runs for
+marked tensors and leaves all others to the native kernel, whatever has been enabled or disabled in between; it stays
+installed after `disable` for what is still to come. Shapes survive torch.compile, also where a backward graph is compiled later.
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tpukern.dsl import declared, source
+from tpukern.errors import OverrideError, did_you_mean
+from tpukern.launching import CALLER
+from tpukern.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from tpukern.dsl import Kernel, Override
+
+MOST_REASONS: Final = 64  # kept for one op; the rest are counted together
+OTHER_REASONS: Final = "(other reasons)"
+TOKEN_SHAPE: Final = (1, 1, 1)
+NATIVE_FORWARD: Final = "the forward pass was ATen's own"
+
+Chosen = list[tuple["Kernel", "Override"]]
+
+
+class Active:
+    """One override, installed on one dispatch key.
+
+    Attributes:
+        op: The ATen op.
+        key: The dispatch key.
+        kernel: The kernel that stands in.
+        override: How.
+        calls: How many calls it took.
+        reasons: How many it left, by reason.
+        digest: Of all that its behaviour depends on.
+    """
+
+    def __init__(self, kernel: "Kernel", override: "Override", key: str, counts: "Active | None" = None) -> None:
+        self.op, self.key, self.kernel, self.override = override.op, key, kernel, override
+        self.calls = counts.calls if counts else 0
+        self.reasons: dict[str, int] = dict(counts.reasons) if counts else {}
+        functions = tuple(f for f in (override.impl, override.cond) if f is not None)
+        self.digest = source.digest(functions, repr((override.op, override.keys, override.token)))
+        self._library = torch.library.Library(self.op.partition("::")[0], "IMPL")
+
+    @property
+    def is_guard(self) -> bool:
+        """Whether it is the backward pass of marked tensors."""
+        return bool(self.override.token) and self.override.token[0] in {a.name for a in _overload(self)._schema.arguments}
+
+    def add(self, name: str, route: Callable[..., Any], key: str) -> None:
+        """Registers `route` with torch."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*only once for all operators", category=UserWarning)
+            self._library.impl(name, route, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """Takes everything registered back."""
+        self._library._destroy()
+
+    def refused(self, reason: str) -> None:
+        """Counts a call that was left to the native kernel."""
+        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+# --- which -----------------------------------------------------------------------------------------------------------
+
+
+def _all() -> Chosen:
+    return [(kernel, override) for kernel in declared.kernels() for override in kernel.overrides]
+
+
+def choose(
+    *, only: Iterable[str] | None, off: Iterable[str] | None, opt_in: Iterable[str] | str
+) -> tuple[Chosen, dict[str, str]]:
+    """Chooses overrides: see `tpukern.enable`.
+
+    Returns:
+        Those to install, and why the others are not.
+
+    Raises:
+        OverrideError: A name is unknown, or two of them are of one op.
+    """
+    every = _all()
+    wanted = None if only is None else _ops(only, every)
+    without = _ops(off or (), every)
+    asked = {override.op for _, override in every} if opt_in == "all" else _ops(opt_in, every)
+    chosen, left_out = [], {}
+    for kernel, override in every:
+        if override.op in without:
+            left_out[override.op] = "off"
+        elif override.opt_in and override.op not in asked:
+            left_out[override.op] = "opt-in, not asked for"
+        elif wanted is not None and override.op not in wanted | (asked if override.opt_in else set()):
+            left_out[override.op] = "not among only"
+        else:
+            chosen.append((kernel, override))
+    _refuse_two(chosen)
+    return chosen, left_out
+
+
+def _ops(names: Iterable[str] | str, every: Chosen) -> set[str]:
+    """Returns the ATen ops that names of kernels, of their ops or of ATen ops stand for, with those that flip with them."""
+    known: dict[str, set[str]] = {}
+    for kernel, override in every:
+        for name in (kernel.name, kernel.op, override.op, override.op.removeprefix("aten::")):
+            if name is not None:
+                known.setdefault(name, set()).update((override.op, *override.flips_with))
+    found: set[str] = set()
+    for name in (names,) if isinstance(names, str) else names:
+        if name not in known:
+            raise OverrideError("enable", f"no override {name!r}", f"one of {sorted(known)}", did_you_mean(name, known))
+        found |= known[name]
+    return found
+
+
+def _refuse_two(chosen: Chosen) -> None:
+    by_place: dict[tuple[str, str], Kernel] = {}
+    for kernel, override in chosen:
+        for key in override.keys:
+            other = by_place.setdefault((override.op, key), kernel)
+            if other is not kernel:
+                found = f"kernels {other.name} and {kernel.name} both override {override.op}"
+                raise OverrideError(
+                    "enable", found, "one override for each op", f"Leave one out: enable(off=[{kernel.name!r}])."
+                )
+
+
+# --- installing ------------------------------------------------------------------------------------------------------
+
+
+def install(chosen: Chosen) -> None:
+    """Installs overrides, all of them or none."""
+    uninstall()
+    try:
+        for kernel, override in chosen:
+            for key in override.keys:
+                _install(Active(kernel, override, key))
+    except BaseException:
+        uninstall()
+        raise
+    _forget_fake_results()
+
+
+def uninstall() -> None:
+    """Gives the native kernels back. Backward passes of marked tensors stay, for tensors that have been marked."""
+    guards = [active for active in REGISTRY.active.values() if active.is_guard] + list(REGISTRY.guards.values())
+    for active in (*REGISTRY.active.values(), *REGISTRY.guards.values()):
+        active.remove()
+    REGISTRY.active.clear()
+    REGISTRY.guards.clear()
+    for active in guards:
+        _install(Active(active.kernel, active.override, active.key, counts=active), REGISTRY.guards)
+    _forget_fake_results()
+
+
+def _install(active: Active, into: dict[tuple[str, str], Active] | None = None) -> None:
+    overload = _overload(active)
+    schema = overload._schema
+    _check_parameters(active, schema)
+    name = _name(overload)
+    guard = REGISTRY.guards.pop((active.op, active.key), None)
+    if guard is not None:
+        guard.remove()
+    native = torch.library.get_kernel(overload, active.key)
+    active.add(name, _route(active, schema, native), active.key)
+    if active.override.token and not active.is_guard:
+        active.add(name, _route_fake(active, schema, torch.library.get_kernel(overload, "Meta")), "Meta")
+    (REGISTRY.active if into is None else into)[active.op, active.key] = active
+
+
+def _forget_fake_results() -> None:
+    """Drops results of fake kernels that torch keeps by op and shapes: marked tensors have other shapes."""
+    torch._subclasses.fake_tensor.FakeTensorMode.cache_clear()
+
+
+def _overload(active: Active) -> Any:
+    namespace, _, rest = active.op.partition("::")
+    name, _, overload = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    except AttributeError as error:
+        raise OverrideError(active.kernel.name, f"no op {active.op!r}", "an op of PyTorch's, as aten::mm") from error
+
+
+def _name(overload: Any) -> str:
+    name: str = overload._schema.name.partition("::")[2]
+    return f"{name}.{overload._schema.overload_name}" if overload._schema.overload_name else name
+
+
+def _check_parameters(active: Active, schema: Any) -> None:
+    """Checks that `impl` and `cond` can be called as the op is."""
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    keywords = {a.name: None for a in schema.arguments if a.kwarg_only}
+    for what, function in (("impl", active.override.impl), ("cond", active.override.cond)):
+        if function is None:
+            continue
+        try:
+            inspect.signature(function).bind(*positional, **keywords)
+        except TypeError as error:
+            found = f"{what} of the override of {active.op} cannot be called as the op is: {error}"
+            raise OverrideError(active.kernel.name, found, str(schema).partition(" ->")[0]) from error
+
+
+# --- routing ---------------------------------------------------------------------------------------------------------
+
+
+def _route(active: Active, schema: Any, native: Any) -> Callable[..., Any]:
+    """Returns what torch calls for the op: our kernel, or the one that was there before."""
+    takes, serve = _complete(active.override.cond or _always, schema), _served(active, schema)
+    leave = native.call_boxed
+    if active.is_guard:
+        takes = _guarded(active, takes, _place(schema.arguments, active.override.token[0]))
+
+    def route(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        reason = takes(*args, **kwargs)
+        if reason is None:
+            return serve(*args, **kwargs)
+        active.refused(reason)
+        return leave(keyset, *args, **kwargs)
+
+    return route
+
+
+def _served(active: Active, schema: Any) -> Callable[..., Any]:
+    impl, op, caller = _complete(active.override.impl, schema), active.op, CALLER
+    marked = () if active.is_guard else active.override.token
+    places = frozenset(_place(schema.returns, name) for name in marked)
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        active.calls += 1
+        outer, caller.op = caller.op, op
+        try:
+            results = impl(*args, **kwargs)
+        finally:
+            caller.op = outer
+        return tuple(_token() if at in places else r for at, r in enumerate(results)) if places else results
+
+    return serve
+
+
+def _always(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _guarded(active: Active, takes: Callable[..., str | None], at: int) -> Callable[..., str | None]:
+    def guarded(*args: Any, **kwargs: Any) -> str | None:
+        if args[at] is None or tuple(args[at].shape) != TOKEN_SHAPE:
+            return NATIVE_FORWARD
+        reason = takes(*args, **kwargs)
+        if reason is not None:
+            found = f"the override of {active.op} refuses what its forward pass took: {reason}"
+            raise OverrideError(active.kernel.name, found, "conditions on what both passes see")
+        return None
+
+    return guarded
+
+
+def _place(named: Sequence[Any], name: str) -> int:
+    return next(at for at, argument in enumerate(named) if argument.name == name)
+
+
+@functools.cache
+def _token() -> torch.Tensor:
+    return torch.zeros(TOKEN_SHAPE, dtype=torch.int64, device="tpu")
+
+
+def _route_fake(active: Active, schema: Any, native: Any) -> Callable[..., Any]:
+    """Gives marked results their shape in traces too."""
+    takes = _complete(active.override.cond or _always, schema)
+    places = frozenset(_place(schema.returns, name) for name in active.override.token)
+
+    def route(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        results = native.call_boxed(keyset, *args, **kwargs)
+        if takes(*args, **kwargs) is not None:
+            return results
+        return tuple(r.new_empty(TOKEN_SHAPE) if at in places else r for at, r in enumerate(results))
+
+    return route
+
+
+def _complete(function: Callable[..., Any], schema: Any) -> Callable[..., Any]:
+    """Returns `function` with the schema's defaults filled in: the dispatcher leaves out arguments that equal theirs."""
+    if function is _always:
+        return function
+    parameters = inspect.signature(function).parameters
+    optional = [a for a in schema.arguments if a.has_default_value()]
+    if all(a.name in parameters and parameters[a.name].default == a.default_value for a in optional):
+        return function
+    positional = [a.default_value if a.has_default_value() else None for a in schema.arguments if not a.kwarg_only]
+    keywords = {a.name: a.default_value for a in optional if a.kwarg_only}
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, *positional[len(args) :], **{**keywords, **kwargs})
+
+    return complete
