@@ -12,11 +12,10 @@ Names for other modules: `kind`, `start`, `started`, `target`, `description`, `d
 
 import importlib
 import importlib.util
-import os
 import pathlib
 import threading
 
-from tpukern import pjrt_cpu, torch_tpu_adapter
+from tpukern import emulated_ops, environment, pjrt_cpu, torch_tpu_adapter
 from tpukern.errors import DeviceError
 from tpukern.targets import TARGETS, Target
 
@@ -25,6 +24,7 @@ _GOOGLE = "0x1ae0"
 _CHIPS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
 _PCI = pathlib.Path("/sys/bus/pci/devices")
 _DEV = pathlib.Path("/dev")
+_ERRORS_ONLY = "2"  # TF_CPP_MIN_LOG_LEVEL
 
 _lock = threading.Lock()
 _started: str | None = None
@@ -128,14 +128,19 @@ def _start_emulated() -> None:
     pjrt_cpu.find_plugin()
     torch_tpu_adapter.check()
     plugin = pjrt_cpu.patched_plugin()
-    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-    with torch_tpu_adapter.environment(TPU_LIBRARY_PATH=str(plugin.path), TF_CPP_MIN_LOG_LEVEL=level or "2"):
+    wants_logs = environment.value("TF_CPP_MIN_LOG_LEVEL") is not None
+    changes: dict[str, str | None] = {
+        "TPU_LIBRARY_PATH": str(plugin.path),
+        "XLA_FLAGS": emulated_ops.xla_flags(environment.value("XLA_FLAGS")),
+    }
+    with environment.changed(changes | ({} if wants_logs else {"TF_CPP_MIN_LOG_LEVEL": _ERRORS_ONLY})):
         torch_tpu_adapter.load()
-        if level is None:
+        if not wants_logs:
             torch_tpu_adapter.quiet()
         _use_plugin(plugin)
         torch_tpu_adapter.initialize()
         _first_use()
+    emulated_ops.install()
 
 
 def _use_plugin(plugin: pjrt_cpu.Plugin) -> None:

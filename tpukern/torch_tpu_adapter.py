@@ -27,11 +27,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
-import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpukern.errors import DeviceError, OverrideError
@@ -47,7 +46,7 @@ _DEVICE_NAMES = {
 _KERNEL_NAMES = {_KERNELS: ("register_custom_kernel", "call_custom_kernel", "lookup_custom_kernel")}
 
 _XLA_LIBRARY = "csrc/common/libxla_base.so"
-# Exported C++ functions. StatusOr<PJRT_Api*> pjrt::PjrtApi(string_view), StatusOr<bool> pjrt::IsPjrtPluginInitialized(string_view).
+# C++ functions: StatusOr<PJRT_Api*> pjrt::PjrtApi(string_view), StatusOr<bool> pjrt::IsPjrtPluginInitialized(string_view).
 _LOOK_UP_PLUGIN = "_ZN4pjrt7PjrtApiESt17basic_string_viewIcSt11char_traitsIcEE"
 _PLUGIN_IS_UP = "_ZN4pjrt23IsPjrtPluginInitializedESt17basic_string_viewIcSt11char_traitsIcEE"
 _SET_LOG_LEVEL = "_ZN4absl12lts_2026052614SetMinLogLevelENS0_18LogSeverityAtLeastE"
@@ -107,25 +106,6 @@ def check() -> None:
             "a process in which only torch_tpu claims it",
             "Start the tpu device in a process of its own.",
         )
-
-
-@contextlib.contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Sets environment variables (None: removes them) and gives back what was there before."""
-    before = {name: os.environ.get(name) for name in values}
-    _write(values)
-    try:
-        yield
-    finally:
-        _write(before)
-
-
-def _write(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def load() -> None:
