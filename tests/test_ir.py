@@ -197,7 +197,7 @@ def nested(x):
 
     x = jax.jit(lambda x: copy(x, 32, name="in_jit"))(x)
     x = with_gradient(x)
-    x, _ = jax.lax.scan(lambda c, _: (jax.lax.scan(lambda c, _: (copy(c, name="in_scan"), None), c, None, 3)[0], None), x, None, 5)
+    x = jax.lax.fori_loop(0, 5, lambda _, x: jax.lax.fori_loop(0, 3, lambda _, x: copy(x, name="in_scan"), x), x)
     x = jax.lax.cond(x[0, 0] > 0, lambda x: copy(x, name="in_true"), lambda x: copy(x, name="in_false"), x)
     x = jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: copy(x, name="in_while"), x)
     return jax.checkpoint(lambda x: copy(x, name="in_remat"))(x)
@@ -266,8 +266,10 @@ def test_the_text_names_everything():
     )
     (call,) = ir.calls_of(gather, S((4,), jnp.int32), S((9, 8, 256), jnp.float32))
     assert "  prefetch t0: int32[4] in smem" in call.text()
-    (call,) = ir.calls_of(
-        lambda x: jax.lax.scan(lambda c, _: (copy(c, input_output_aliases={0: 0}), None), x, None, 3)[0], S((64, 128), jnp.float32)
-    )
+
+    def thrice(x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: copy(x, input_output_aliases={0: 0}), x)
+
+    (call,) = ir.calls_of(thrice, S((64, 128), jnp.float32))
     assert call.text().splitlines()[0] == "copy_kernel: grid (i=8 arbitrary), run 3 times"
     assert "  alias: output 0 is operand 0" in call.text()

@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpukern import lowering
-from tpukern.dsl import Dim, In, Out, Ref, kernel, using
-from tpukern.dsl.roles import Block
+from tpukern.dsl import Block, Dim, In, Out, Ref, kernel, using
 from tpukern.errors import ConfigError, LowerError, SignatureError
 from tpukern.targets import TARGETS
 

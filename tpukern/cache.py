@@ -9,140 +9,24 @@ is lost as a whole when corrupt; filelock only solves a problem that atomic rena
 """
 
 import contextlib
-import dataclasses
-import enum
 import functools
 import hashlib
-import importlib.util
-import inspect
 import json
 import os
 import pathlib
 import platform
-import sysconfig
 import tempfile
 import time
-import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping
 from typing import Any
 
 from tpukern import environment
+from tpukern.value_names import canonical, digest
 
 _FORMAT = 1
 _PRUNE_EVERY = 64  # writes
 _STALE_TEMP_S = 3600.0
-
-
-class Unkeyable(Exception):
-    """A static argument whose meaning cannot be put into a key: no error of the user's, the result is just not kept."""
-
-
-def canonical(value: Any) -> str:
-    """Returns JSON text that is the same for equal values, in every process."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=True)
-
-
-def digest(value: Any) -> str:
-    """Returns the SHA-256 of a JSON value, in hex."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
-
-
-def stable(value: Any) -> Any:
-    """Returns a JSON value that names ``value`` by its content: constants, containers, dtypes, functions by their code.
-
-    Raises:
-        Unkeyable: It is none of these, so two different values could look alike.
-    """
-    if isinstance(value, enum.Enum):
-        return ["enum", type(value).__module__, type(value).__qualname__, value.name]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return ["float", value.hex()]
-    if isinstance(value, Mapping):
-        return ["map", sorted(([stable(k), stable(v)] for k, v in value.items()), key=canonical)]
-    if isinstance(value, Set):
-        return ["set", sorted(canonical(stable(v)) for v in value)]
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [type(value).__name__, [stable(v) for v in value]]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: stable(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return ["record", type(value).__module__, type(value).__qualname__, fields]
-    if isinstance(value, type):
-        return ["type", value.__module__, value.__qualname__]
-    if isinstance(value, functools.partial):
-        return ["partial", stable(value.func), stable(value.args), stable(value.keywords)]
-    if callable(value) or type(value).__module__.split(".")[0] in ("numpy", "ml_dtypes", "jax"):
-        return _stable_callable_or_number(value)
-    raise Unkeyable(f"{type(value).__qualname__} {value!r}")
-
-
-def _stable_callable_or_number(value: Any) -> Any:
-    function = inspect.unwrap(value) if callable(value) else value
-    if isinstance(function, types.BuiltinFunctionType):
-        return ["builtin", function.__module__, function.__qualname__]
-    if isinstance(function, types.FunctionType):
-        if is_library(function.__code__.co_filename):
-            return ["function", function.__module__, function.__qualname__, [_cell(c) for c in function.__closure__ or ()]]
-        return ["function", function.__module__, function.__qualname__, _code(function)]
-    kind = [type(value).__module__, type(value).__qualname__]
-    if kind[0].startswith("numpy") and hasattr(value, "dtype") and hasattr(value, "tobytes"):  # scalar or array
-        return ["array", str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
-    if "dtype" in kind[1].lower():
-        return ["dtype", str(value)]
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    if name and "<" not in name and is_library(getattr(inspect.getmodule(value), "__file__", "") or ""):  # a jnp.ufunc
-        return ["library", *kind, getattr(value, "__module__", ""), name]
-    raise Unkeyable(f"{kind[1]} {value!r}")
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return stable(cell.cell_contents)
-    except ValueError:  # empty: the function refers to itself
-        return "empty"
-
-
-def _code(function: types.FunctionType) -> Any:
-    """Code, defaults, closure, and what the code's global names lead to, once each."""
-    seen: dict[types.FunctionType, int] = {}
-
-    def constant(value: Any) -> Any:
-        return body(value) if isinstance(value, types.CodeType) else repr(value)
-
-    def body(code: types.CodeType) -> Any:
-        return [code.co_code.hex(), [constant(c) for c in code.co_consts], list(code.co_names), list(code.co_varnames)]
-
-    def names(code: types.CodeType) -> Iterator[str]:
-        yield from code.co_names
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                yield from names(inner)
-
-    def visit(value: Any) -> Any:
-        if not isinstance(value, types.FunctionType) or is_library(value.__code__.co_filename):
-            return ["module", value.__name__] if isinstance(value, types.ModuleType) else stable(value)
-        if value in seen:
-            return ["seen", seen[value]]
-        seen[value] = len(seen)
-        reached = sorted(set(names(value.__code__)) & value.__globals__.keys())
-        used = {name: visit(value.__globals__[name]) for name in reached}
-        cells = [_cell(c) for c in value.__closure__ or ()]
-        return [body(value.__code__), stable(value.__defaults__), stable(value.__kwdefaults__), cells, used]
-
-    return visit(function)
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple(os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def is_library(filename: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, whose version then speaks for it."""
-    return not filename or filename.startswith("<frozen") or os.path.realpath(filename).startswith(_library_folders())
 
 
 @functools.cache
@@ -274,11 +158,3 @@ class Cache:
         except OSError as error:
             return f"{self.folder} cannot be written: {error.strerror or error}"
         return None
-
-
-def installed(package: str) -> bool:
-    """Whether a package can be imported, found out without importing it."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpukern import cache as caching
-from tpukern import environment, jax_adapter, lowering, worker_pool
+from tpukern import environment, jax_adapter, lowering, value_names, worker_pool
 from tpukern.errors import CompileError, TpukernError
 from tpukern.lowering import Lowerable, Lowered
 from tpukern.targets import MIB, Target
@@ -167,12 +167,12 @@ def key(bound: Lowerable, target: Target, options: Mapping[str, Any]) -> dict[st
         "kernel": kernel.name,
         "source": kernel.source_digest(),
         "road": caching.road_digest(),
-        "config": caching.stable(dict(getattr(bound, "config", None) or {})),
-        "statics": caching.stable(dict(getattr(signature, "statics", None) or {})),
+        "config": value_names.stable(dict(getattr(bound, "config", None) or {})),
+        "statics": value_names.stable(dict(getattr(signature, "statics", None) or {})),
         "inputs": [[list(spec.shape), str(spec.dtype)] for spec in bound.specs],
         "target": [target.name, target.topology, target.device_kind],
-        "options": caching.stable(dict(options)),
-        "jax_settings": caching.stable(jax_adapter.trace_settings()),
+        "options": value_names.stable(dict(options)),
+        "jax_settings": value_names.stable(jax_adapter.trace_settings()),
         "versions": jax_adapter.versions() | {"libtpu": libtpu_version(), "python": caching.interpreter()},
     }
 
@@ -193,7 +193,7 @@ class _Run:
     def _key(self, job: Job) -> dict[str, Any] | None:
         try:
             return key(job.bound, job.target, self.options)
-        except caching.Unkeyable:
+        except value_names.Unkeyable:
             return None
 
     def look_up(self) -> list[int]:
@@ -204,7 +204,7 @@ class _Run:
             value = None if name is None else self.cache.get(name)
             if value is not None:
                 self._finish(index, value, cached=True)
-            elif name is not None and (twin := first.setdefault(caching.digest(name), index)) != index:
+            elif name is not None and (twin := first.setdefault(value_names.digest(name), index)) != index:
                 self.twins.setdefault(twin, []).append(index)
             else:
                 missing.append(index)

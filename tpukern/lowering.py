@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tpukern import cache, jax_adapter, targets
+from tpukern import jax_adapter, targets, value_names
 from tpukern.errors import ConfigError, LowerError, TpukernError
 from tpukern.targets import Target
 
@@ -86,7 +86,7 @@ def lower(bound: Lowerable, target: Target | str | None = None) -> Lowered:
         stablehlo=stablehlo,
         mosaic=mosaic,
         module=module,
-        digest=cache.digest([stablehlo, *mosaic]),
+        digest=value_names.digest([stablehlo, *mosaic]),
     )
 
 
@@ -137,4 +137,4 @@ def _is_users(filename: str) -> bool:
     ours = (here + os.sep, os.path.realpath(os.path.join(here, "dsl")) + os.sep)
     if real.startswith(kernels):
         return True
-    return not cache.is_library(filename) and not real.startswith(ours)
+    return not value_names.is_library(filename) and not real.startswith(ours)
