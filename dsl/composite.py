@@ -1,7 +1,6 @@
 """Which kernels a JAX function calls: what the configs of gradients and builds are made of."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 from tpukern.dsl import context
 from tpukern.dsl.config import Config
 from tpukern.dsl.signature import Signature
-from tpukern.targets import Target
 
 if TYPE_CHECKING:
     from tpukern.dsl.kernel import Kernel
@@ -18,25 +16,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One kernel that a composite calls.
+    """One kernel that a composite calls, once or more often.
 
     Attributes:
         kernel: The kernel.
-        signature: How it is called.
-        pinned: The config keys that the call itself sets; they are not part of the composite's space.
+        signatures: How it is called.
+        pinned: The config keys that every one of the calls sets itself; they are not part of the composite's space.
     """
 
     kernel: "Kernel"
-    signature: Signature
+    signatures: tuple[Signature, ...]
     pinned: frozenset[str]
 
     def free(self, config: Config) -> Config:
-        """Returns the part of the called kernel's config that the composite may choose."""
-        return Config({key: value for key, value in config.items() if key not in self.pinned})
-
-    def free_configs(self, target: Target | None) -> tuple[Config, ...]:
-        """Returns the distinct free parts of the called kernel's configs."""
-        return tuple(dict.fromkeys(self.free(config) for config in self.kernel.configs(self.signature, target)))
+        """Returns the part of the called kernel's config that the composite may choose, under the composite's keys."""
+        return Config({key: value for key, value in config.items() if key not in self.pinned}).prefixed(self.kernel.name)
 
 
 def record(call: Call) -> tuple[jax.Array, ...]:
@@ -44,21 +38,22 @@ def record(call: Call) -> tuple[jax.Array, ...]:
     recorder = context.current().recorder
     assert recorder is not None
     recorder.append(call)
-    return tuple(jnp.zeros(o.shape, o.dtype) for o in call.signature.outputs)
+    return tuple(jnp.zeros(o.shape, o.dtype) for o in call.signatures[0].outputs)
 
 
-def calls_of(function: Any, specs: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Call, ...]:
-    """Returns the kernels that `function` calls on such inputs: each once, at the largest of its signatures."""
+def calls_of(function: Any, specs: tuple[jax.ShapeDtypeStruct, ...]) -> list[Call]:
+    """Returns the kernel calls that `function` makes on such inputs."""
     recorder: list[Call] = []
     with context.entered(dataclasses.replace(context.current(), recorder=recorder, configs={})):
         jax.eval_shape(function, *specs)
+    return recorder
+
+
+def merged(calls: list[Call]) -> tuple[Call, ...]:
+    """Returns the calls, those of one kernel as one."""
     found: dict[str, Call] = {}
-    for call in recorder:
-        known = found.get(call.kernel.name)
-        if known is None or _elements(call) > _elements(known):
-            found[call.kernel.name] = call
+    for call in calls:
+        known = found.get(call.kernel.name, call)
+        signatures = tuple(dict.fromkeys((*known.signatures, *call.signatures)))
+        found[call.kernel.name] = Call(call.kernel, signatures, known.pinned & call.pinned)
     return tuple(found.values())
-
-
-def _elements(call: Call) -> int:
-    return sum(math.prod(o.shape) for o in call.signature.inputs)

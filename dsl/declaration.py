@@ -167,9 +167,8 @@ def _parameter(kernel: str, parameter: inspect.Parameter) -> Parameter:
     if not isinstance(role, Role):
         if isinstance(role, GridDim | Tunable):
             kind = "a Choice" if isinstance(role, Tunable) else "an Each" if role.each else "a Block"
-            raise SignatureError(
-                kernel, f"parameter {parameter.name} is a {kind} before the '*'", "it among the keyword-only ones"
-            )
+            found = f"parameter {parameter.name} is {kind} before the '*'"
+            raise SignatureError(kernel, found, "it among the keyword-only parameters, after the '*'")
         raise SignatureError(
             kernel,
             f"parameter {parameter.name} says neither In, Out, Acc, Scratch, Prefetch nor Scalar",

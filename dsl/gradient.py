@@ -111,11 +111,7 @@ def run_function(function: Callable[..., Any], signature: Signature, *arrays: An
     wanted = [o.name for o in signature.outputs]
     if not isinstance(result, Mapping) or sorted(result) != sorted(wanted):
         got = f"a dict of {sorted(result)}" if isinstance(result, Mapping) else f"a {type(result).__name__}"
-        do = (
-            f"Name the inputs that have a gradient: @{signature.kernel}.backward(gives=(...))."
-            if isinstance(result, Mapping)
-            else ""
-        )
+        do = "Inputs without a gradient are left out by @<kernel>.backward(gives=(...))."
         raise SignatureError(signature.kernel, f"the function returned {got}", f"a dict of {wanted}", do)
     for o in signature.outputs:
         if tuple(result[o.name].shape) != o.shape:

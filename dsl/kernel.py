@@ -150,20 +150,22 @@ class Kernel:
 
     def configs(self, signature: Signature, target: Target | str | None = None) -> tuple[Config, ...]:
         """Returns the distinct legal configs; configs equal after min(block, size) are one."""
-        return self._configs(signature, _target(target))
+        return self._configs((signature,), _target(target))
 
     def default_config(self, signature: Signature, target: Target | str | None = None) -> Config:
         """Returns the declared defaults, stepped down until legal and, for a target, until the VMEM estimate fits."""
-        return self._default(signature, _target(target))
+        return self._default((signature,), _target(target))
 
     def largest_config(self, signature: Signature) -> Config:
         """Returns the legal config of the largest blocks, for interpret form."""
-        return self._largest(signature)
+        return self._largest((signature,))
 
-    def _calls(self, signature: Signature) -> tuple[composite.Call, ...]:
-        if self.is_tile:
-            return ()
-        return composite.calls_of(self._frontend(signature, space.own_default(self)), specs_of(signature))
+    def _calls(self, signatures: tuple[Signature, ...]) -> tuple[composite.Call, ...]:
+        """Returns the kernels that a composite calls at these signatures; none for a tile kernel."""
+        found: list[composite.Call] = []
+        for signature in () if self.is_tile else signatures:
+            found += composite.calls_of(self._frontend(signature, space.own_default(self)), specs_of(signature))
+        return composite.merged(found)
 
     # Binding
 
@@ -192,10 +194,9 @@ class Kernel:
         return self._bind(signature, config if isinstance(config, Config) else Config(config), _target(target), False)
 
     def _bind_uncached(self, signature: Signature, given: Config, target: Target | None, largest: bool) -> Bound:
-        complete = self._base(signature, given, target, largest)
-        config = space.resolve(self, signature, given, complete, target)
+        config = space.resolve(self, (signature,), given, self._base(signature, given, target, largest), target)
         run = self._frontend(signature, config)
-        inner = {call.kernel.name: config.within(call.kernel.name) for call in self.calls(signature)}
+        inner = {call.kernel.name: config.within(call.kernel.name) for call in self.calls((signature,))}
 
         def function(*arrays: Any) -> tuple[jax.Array, ...]:
             with context.using(target=target, configs=inner):
@@ -211,7 +212,7 @@ class Kernel:
         own = space.own_default(self)
         if self.is_tile and all(key in given for key in own):
             return own
-        return self._largest(signature) if largest else self._default(signature, target)
+        return self._largest((signature,)) if largest else self._default((signature,), target)
 
     def _frontend(self, signature: Signature, config: Config) -> Callable[..., tuple[jax.Array, ...]]:
         if self.build is not None:
@@ -266,7 +267,7 @@ class Kernel:
         arrays = self._as_arrays(arrays)
         signature = self.signature(*arrays, **statics)
         if now.recorder is not None:
-            return composite.record(composite.Call(self, signature, frozenset(keys)))
+            return composite.record(composite.Call(self, (signature,), frozenset(keys)))
         given = Config({**now.configs.get(self.name, {}), **keys})
         interpret = now.interpreted
         bound = self._bind(signature, given, now.target, bool(interpret))

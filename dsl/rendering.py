@@ -33,10 +33,10 @@ def _geometry(bound: "Bound", name: str) -> Geometry | None:
     kernel = bound.kernel
     if kernel.is_tile:
         return Geometry(kernel.declaration, bound.signature, bound.config) if kernel.name == name else None
-    for call in kernel.calls(bound.signature):
+    for call in kernel.calls((bound.signature,)):
         inner = bound.config.within(call.kernel.name)
         if call.kernel.name == name and call.kernel.is_tile and not call.pinned:
-            return Geometry(call.kernel.declaration, call.signature, inner)
+            return Geometry(call.kernel.declaration, call.signatures[0], inner)
     return None
 
 

@@ -72,15 +72,12 @@ Role: TypeAlias = Input | Output | Accumulator | ScratchSpace | Table | ScalarIn
 
 @dataclasses.dataclass(frozen=True)
 class GridDim:
-    """A dim that the grid walks over: in blocks of one of `choices`, or one position a step if there are none."""
+    """A dim that the grid walks over: in blocks of one of `choices`, or one position a step (`each`)."""
 
     choices: tuple[int, ...]
     default: int
     span: Callable[..., Any] | None
-
-    @property
-    def each(self) -> bool:
-        return not self.choices
+    each: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +147,14 @@ def Block(*choices: int, default: int | None = None, span: Callable[..., Any] | 
         span: Which positions are needed, given other grid dims, tables and statics by name: None for all, or
             `(first, one past the last)`, either of them None. Steps outside are not `live` and fetch nothing.
     """
-    return GridDim(choices or (0,), (choices[0] if choices else 0) if default is None else default, span)
+    return GridDim(choices, next(iter(choices), 0) if default is None else default, span, each=False)
 
 
 def Each(*, span: Callable[..., Any] | None = None) -> Any:
     """Declares a grid dim that is walked one position a step; blocks do not have that axis."""
-    return GridDim((), 1, span)
+    return GridDim((), 1, span, each=True)
 
 
 def Choice(*choices: Any, default: Any = None) -> Any:
     """Declares a tunable: a config key whose value the body gets under the parameter's name."""
-    return Tunable(choices, (choices[0] if choices else None) if default is None else default)
+    return Tunable(choices, next(iter(choices), None) if default is None else default)

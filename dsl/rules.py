@@ -62,7 +62,7 @@ def _blocks(k: Declaration) -> None:
     for name, dim in k.dims.items():
         if dim.each:
             continue
-        if any(not isinstance(c, int) or c < 1 for c in dim.choices):
+        if not dim.choices or any(not isinstance(c, int) or c < 1 for c in dim.choices):
             raise SignatureError(k.kernel, f"Block of {name!r} has choices {list(dim.choices)}", "one or more positive sizes")
         if dim.default not in dim.choices:
             raise SignatureError(k.kernel, f"Block of {name!r} has default {dim.default}", f"one of {list(dim.choices)}")
@@ -85,9 +85,8 @@ def _axes(k: Declaration) -> None:
                 raise SignatureError(k.kernel, f"{o} has '*' after the first axis", "'*' on the first axis only")
     stars = sorted({a.name for o in k.operands for a in o.axes if isinstance(a, d.Named) and a.leading})
     if len(stars) > 1:
-        raise SignatureError(
-            k.kernel, f"the dims {stars} all have '*'", "one of them at most, since a call has one set of leading axes"
-        )
+        rule = "'*' on one dim only, since a call has one set of leading axes"
+        raise SignatureError(k.kernel, f"the dims {stars} all have '*'", rule)
 
 
 def bound_names(k: Declaration) -> set[str]:
@@ -105,16 +104,19 @@ def _sizes(k: Declaration) -> None:
     known = bound_names(k)
     everywhere = {name for o in k.inputs for name in o.names}
     for o in k.operands:
-        for name in o.names:
-            if name in known:
-                continue
-            if name in everywhere:
-                found = f"the size of {name!r} in {o} cannot be told"
-                rule = "every dim but one of a group to be an axis of its own of an input, or a static int"
-                raise SignatureError(k.kernel, found, rule)
-            choices = sorted(everywhere.union(k.int_statics))
-            found = f"dim {name!r} of {o} is on no input and no static argument"
-            raise SignatureError(k.kernel, found, f"one of {choices}", did_you_mean(name, choices))
+        for axis in o.axes:
+            for name in d.names_of(axis):
+                if name in known:
+                    continue
+                if name in everywhere:
+                    found = f"the size of {name!r} in {o} cannot be told"
+                    rule = f"an axis {name} of an input, or a static int"
+                    if isinstance(axis, d.Group):
+                        rule = "every dim but one of a group to be an axis of its own of an input, or a static int"
+                    raise SignatureError(k.kernel, found, rule)
+                choices = sorted(everywhere.union(k.int_statics))
+                found = f"dim {name!r} of {o} is on no input and no static argument"
+                raise SignatureError(k.kernel, found, f"one of {choices}", did_you_mean(name, choices))
 
 
 def _dims_used(k: Declaration) -> None:

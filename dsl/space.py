@@ -1,4 +1,7 @@
-"""Which configs a kernel has for a signature, and which one to start from."""
+"""Which configs a kernel has, and which one to start from.
+
+All of it is asked for one or more signatures at a time: a composite may call a kernel at several, under one config.
+"""
 
 import itertools
 import math
@@ -15,8 +18,10 @@ from tpukern.targets import Target
 if TYPE_CHECKING:
     from tpukern.dsl.kernel import Kernel
 
+Signatures = tuple[Signature, ...]
 
-def resolve(kernel: "Kernel", signature: Signature, given: Mapping[str, Any], base: Config, target: Target | None) -> Config:
+
+def resolve(kernel: "Kernel", signatures: Signatures, given: Mapping[str, Any], base: Config, target: Target | None) -> Config:
     """Returns `base` with the keys of `given`, in canonical form.
 
     Raises:
@@ -25,13 +30,25 @@ def resolve(kernel: "Kernel", signature: Signature, given: Mapping[str, Any], ba
     """
     known = (*kernel.declaration.keys, *(key for key in base if "." in key))
     for key in given:
-        if key not in known and not (key == "order" and kernel.is_tile):
+        if key not in known and not (kernel.is_tile and key == "order") and not _is_order(kernel, signatures, key):
             raise ConfigError(*unknown_keyword(kernel.name, key, (*kernel.declaration.statics, *known), ("order",)))
-    config = Config({**base, **{key: _value(kernel, key, value) for key, value in given.items()}})
-    problem = _problem(kernel, signature, config, target)
+    own = {key: _value(kernel, key, value) for key, value in given.items() if "." not in key}
+    config = Config({**base, **own})
+    problem = _problem(kernel, signatures, config, target)
     if problem is not None:
         raise problem
-    return canonical(kernel, signature, config)
+    found = dict(canonical(kernel, signatures, config))
+    for call in kernel.calls(signatures):
+        inner = Config(given).within(call.kernel.name)
+        start = Config({**default(call.kernel, call.signatures, target), **config.within(call.kernel.name)})
+        found.update(call.free(resolve(call.kernel, call.signatures, inner, start, target)))
+    return Config(found)
+
+
+def _is_order(kernel: "Kernel", signatures: Signatures, key: str) -> bool:
+    """Whether a key is the grid order of a kernel that this one calls: a key that configs have only when it is not usual."""
+    called, _, rest = key.partition(".")
+    return any(call.kernel.name == called and (rest == "order" or "." in rest) for call in kernel.calls(signatures))
 
 
 def _value(kernel: "Kernel", key: str, value: Any) -> Any:
@@ -42,8 +59,6 @@ def _value(kernel: "Kernel", key: str, value: Any) -> Any:
             if (choice == value and type(choice) is type(value)) or str(choice) == str(value):
                 return choice
         raise ConfigError(kernel.name, f"{key} = {value!r}", f"one of {list(choices)}")
-    if "." in key:
-        return value
     if key == "order":
         if not isinstance(value, str):
             raise ConfigError(kernel.name, f"order = {value!r}", f"a string of the dims {list(kernel.declaration.grid)}")
@@ -53,32 +68,38 @@ def _value(kernel: "Kernel", key: str, value: Any) -> Any:
     return value
 
 
-def _problem(kernel: "Kernel", signature: Signature, config: Config, target: Target | None) -> TpukernError | None:
-    if kernel.is_tile:
-        problem = Geometry(kernel.declaration, signature, config).problem()
+def _problem(kernel: "Kernel", signatures: Signatures, config: Config, target: Target | None) -> TpukernError | None:
+    for signature in signatures:
+        problem: TpukernError | None = None
+        if kernel.is_tile:
+            problem = Geometry(kernel.declaration, signature, config).problem()
+        reason = kernel.reject(config, signature, target) if kernel.reject and problem is None else None
+        if reason is not None:
+            found = f"config {config} is rejected: {reason.rstrip('.')}"
+            problem = ConfigError(kernel.name, found, "another config", target=target.name if target else None)
         if problem is not None:
             return problem
-    reason = kernel.reject(config, signature, target) if kernel.reject else None
-    if reason is None:
-        return None
-    name = target.name if target else None
-    return ConfigError(kernel.name, f"config {config} is rejected: {reason}", "another config", target=name)
+    return None
 
 
-def canonical(kernel: "Kernel", signature: Signature, config: Config) -> Config:
+def _size(signatures: Signatures, name: str) -> int:
+    return max(signature.sizes[name] for signature in signatures)
+
+
+def canonical(kernel: "Kernel", signatures: Signatures, config: Config) -> Config:
     """Returns the one config that stands for all that are equal after min(block, size).
 
     A block that covers its dim becomes the smallest choice that does; an order that moves only dims of one step is dropped.
     """
     items = dict(config)
     for name in kernel.declaration.blocks:
-        key, size = f"block_{name}", signature.sizes[name]
+        key, size = f"block_{name}", _size(signatures, name)
         if items[key] >= size:
             items[key] = min((c for c in kernel.declaration.dims[name].choices if c >= size), default=max(size, 1))
     order = items.pop("order", None)
     if order is not None:
-        geometry = Geometry(kernel.declaration, signature, config)
-        moves = [name for name in order.split() if geometry.extents[name].count > 1]
+        geometries = [Geometry(kernel.declaration, signature, config) for signature in signatures]
+        moves = [name for name in order.split() if any(geometry.extents[name].count > 1 for geometry in geometries)]
         if moves != [name for name in kernel.declaration.grid if name in moves]:
             items["order"] = order
     return Config(items)
@@ -91,66 +112,66 @@ def own_default(kernel: "Kernel") -> Config:
     return Config({**blocks, **{name: tunable.default for name, tunable in k.choices.items()}})
 
 
-def configs(kernel: "Kernel", signature: Signature, target: Target | None) -> tuple[Config, ...]:
-    """Returns the distinct legal configs, in the order of the declared choices."""
+def configs(kernel: "Kernel", signatures: Signatures, target: Target | None) -> tuple[Config, ...]:
+    """Returns the distinct legal configs, in the order of the declared choices; the grid's order is left as declared."""
     k = kernel.declaration
     spaces: list[list[Config]] = [[Config({f"block_{name}": c}) for c in k.dims[name].choices] for name in k.blocks]
     spaces += [[Config({name: value}) for value in tunable.choices] for name, tunable in k.choices.items()]
-    for call in kernel.calls(signature):
-        spaces.append([c.prefixed(call.kernel.name) for c in call.free_configs(target)])
+    for call in kernel.calls(signatures):
+        spaces.append([call.free(config) for config in configs(call.kernel, call.signatures, target)])
     found: dict[Config, None] = {}
     for parts in itertools.product(*spaces):
-        config = canonical(kernel, signature, Config({key: value for part in parts for key, value in part.items()}))
-        if config not in found and _problem(kernel, signature, config, target) is None:
+        whole = Config({key: value for part in parts for key, value in part.items()})
+        config = canonical(kernel, signatures, whole)
+        if config not in found and _problem(kernel, signatures, config, target) is None:
             found[config] = None
     return tuple(found)
 
 
-def default(kernel: "Kernel", signature: Signature, target: Target | None) -> Config:
+def default(kernel: "Kernel", signatures: Signatures, target: Target | None) -> Config:
     """Returns the declared defaults, stepped down until they are legal and, on a target, their VMEM estimate fits.
 
     Raises:
         ConfigError: No config is legal.
         LowerError: The same, for Mosaic's sake.
     """
-    start = own_default(kernel)
-    for call in kernel.calls(signature):
-        start = Config({**start, **call.free(call.kernel.default_config(call.signature, target)).prefixed(call.kernel.name)})
-    start = canonical(kernel, signature, start)
-    problem = _problem(kernel, signature, start, target)
-    if problem is None and _fits(kernel, signature, start, target):
+    items = dict(own_default(kernel))
+    for call in kernel.calls(signatures):
+        items.update(call.free(default(call.kernel, call.signatures, target)))
+    start = canonical(kernel, signatures, Config(items))
+    problem = _problem(kernel, signatures, start, target)
+    if problem is None and _fits(kernel, signatures, start, target):
         return start
-    legal = configs(kernel, signature, target)
+    legal = configs(kernel, signatures, target)
     if not legal:
         assert problem is not None
         raise problem
-    below = [c for c in legal if _below(kernel, c, start)] or legal
-    fitting = [c for c in below if _fits(kernel, signature, c, target)]
+    below = [config for config in legal if _below(kernel, config, start)] or legal
+    fitting = [config for config in below if _fits(kernel, signatures, config, target)]
     if fitting:
-        return max(fitting, key=lambda c: _volume(kernel, signature, c))
-    return min(below, key=lambda c: _volume(kernel, signature, c))
+        return max(fitting, key=lambda config: _volume(kernel, signatures, config))
+    return min(below, key=lambda config: _volume(kernel, signatures, config))
 
 
-def largest(kernel: "Kernel", signature: Signature) -> Config:
+def largest(kernel: "Kernel", signatures: Signatures) -> Config:
     """Returns the legal config of the largest blocks, choices as declared: interpret form pays by the grid step.
 
     Raises:
         ConfigError: No config is legal.
         LowerError: The same, for Mosaic's sake.
     """
-    start = own_default(kernel)
-    biggest = {f"block_{name}": max(kernel.declaration.dims[name].choices) for name in kernel.declaration.blocks}
-    inner: dict[str, Any] = {}
-    for call in kernel.calls(signature):
-        inner.update(call.free(call.kernel.largest_config(call.signature)).prefixed(call.kernel.name))
-    config = canonical(kernel, signature, Config({**start, **biggest, **inner}))
-    if _problem(kernel, signature, config, None) is None:
+    k, start = kernel.declaration, own_default(kernel)
+    items = {**start, **{f"block_{name}": max(k.dims[name].choices) for name in k.blocks}}
+    for call in kernel.calls(signatures):
+        items.update(call.free(largest(call.kernel, call.signatures)))
+    config = canonical(kernel, signatures, Config(items))
+    if _problem(kernel, signatures, config, None) is None:
         return config
-    legal = configs(kernel, signature, None)
+    legal = configs(kernel, signatures, None)
     if not legal:
-        return default(kernel, signature, None)
-    usual = [c for c in legal if all(c[name] == start[name] for name in kernel.declaration.choices)] or legal
-    return max(usual, key=lambda c: _volume(kernel, signature, c))
+        return default(kernel, signatures, None)  # which raises the reason
+    usual = [c for c in legal if all(c[name] == start[name] for name in k.choices)] or legal
+    return max(usual, key=lambda c: _volume(kernel, signatures, c))
 
 
 def _below(kernel: "Kernel", config: Config, start: Config) -> bool:
@@ -159,12 +180,12 @@ def _below(kernel: "Kernel", config: Config, start: Config) -> bool:
     return all(config[key] <= start[key] for key in blocks) and all(config[name] == start[name] for name in k.choices)
 
 
-def _volume(kernel: "Kernel", signature: Signature, config: Config) -> int:
-    return math.prod(min(config[f"block_{name}"], signature.sizes[name]) for name in kernel.declaration.blocks)
+def _volume(kernel: "Kernel", signatures: Signatures, config: Config) -> int:
+    return math.prod(min(config[f"block_{name}"], _size(signatures, name)) for name in kernel.declaration.blocks)
 
 
-def _fits(kernel: "Kernel", signature: Signature, config: Config, target: Target | None) -> bool:
+def _fits(kernel: "Kernel", signatures: Signatures, config: Config, target: Target | None) -> bool:
     if target is None or not kernel.is_tile:
         return True
     limit = min(kernel.vmem_limit_bytes or target.scoped_vmem_bytes, target.vmem_bytes)
-    return Geometry(kernel.declaration, signature, config).vmem_bytes <= limit
+    return all(Geometry(kernel.declaration, signature, config).vmem_bytes <= limit for signature in signatures)
