@@ -16,7 +16,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tpukern import environment
 from tpukern.errors import ConfigError
@@ -287,3 +287,100 @@ def scoped_vmem_bytes(executable: bytes) -> int:
             most = max(most, *map(int, sizes), 0)
         start = found.end()
     return most
+
+
+# --- Pallas' TPU interpreter, watched --------------------------------------------------------------------------------
+
+
+class InterpreterWatch(Protocol):
+    """What `watched_interpreter` tells. Calls come from the threads that simulate the devices."""
+
+    def started(self, memory: Any) -> None:
+        """A kernel begins: its simulated memory, the interpreter's own object."""
+
+    def read(self, key: tuple[str, int, int, int], content: Any, source: str | None) -> None:
+        """A buffer (memory space, number, device, core) was read, by the line `source` of a body or to move a block."""
+
+    def waits(self, semaphore: Any, value: int, core: int, source: str | None) -> contextlib.AbstractContextManager[None]:
+        """A core waits on a semaphore inside this context."""
+
+    def failed(self, exception: Exception) -> None:
+        """A device failed."""
+
+    def printed(self, text: str) -> None:
+        """The interpreter found a race, or a semaphore that is not zero at the end of a kernel."""
+
+
+@contextlib.contextmanager
+def watched_interpreter(watch: InterpreterWatch) -> Iterator[None]:
+    """Makes kernels that run under the TPU interpreter report to `watch`. Process-wide: one at a time.
+
+    The interpreter's state is reset on both ends; a failed run leaves it unusable otherwise.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call, race_detection_state, shared_memory
+
+    class Memory(shared_memory.SharedMemory):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            watch.started(self)
+
+        def get_buffer_content(self, key: Any, *args: Any, logging_info: Any = None, **keywords: Any) -> Any:
+            found = super().get_buffer_content(key, *args, logging_info=logging_info, **keywords)
+            watch.read(key, found[0], _line(logging_info))
+            return found
+
+        def set_failed(self, exception: Exception, *args: Any, **keywords: Any) -> None:
+            watch.failed(exception)
+            super().set_failed(exception, *args, **keywords)
+
+    class Semaphore(shared_memory.Semaphore):
+        def wait(self, value: Any, global_core_id: Any, *, logging_info: Any = None, **keywords: Any) -> None:
+            with watch.waits(self, int(value), int(global_core_id), _line(logging_info)):
+                super().wait(value, global_core_id, logging_info=logging_info, **keywords)
+
+    swapped: list[tuple[Any, str, Any]] = [
+        (shared_memory, "SharedMemory", Memory),
+        (shared_memory, "Semaphore", Semaphore),
+        (race_detection_state, "print", watch.printed),
+        (interpret_pallas_call, "print", watch.printed),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.callback(interpret_pallas_call.reset_tpu_interpret_mode_state)
+        interpret_pallas_call.reset_tpu_interpret_mode_state()
+        for module, name, value in swapped:
+            if name in vars(module):
+                stack.callback(setattr, module, name, getattr(module, name))
+            else:  # `print` is a builtin there
+                stack.callback(delattr, module, name)
+            setattr(module, name, value)
+        yield
+
+
+def _line(logging_info: Any) -> str | None:
+    """Returns "file:line (function)" of what the interpreter is executing, None if it is not a kernel's body."""
+    if logging_info is None or logging_info.source_info is None:
+        return None
+    text = str(logging_info.get_source_info_str())
+    return None if text == "unknown" else text
+
+
+def source_line(eqn: Any) -> str:
+    """Returns "file:line (function)" of the user's code behind an equation."""
+    from jax._src import source_info_util
+
+    return str(source_info_util.summarize(eqn.source_info))
+
+
+def interpreter_effects(interpret: Any) -> frozenset[Any]:
+    """Returns the effects that a `pallas_call` has with this `interpret`."""
+    from jax._src.pallas import core as pallas_core
+
+    return frozenset(pallas_core.get_interpret_effects(interpret))
+
+
+def parallel_order(grid: Sequence[int], compiler_params: Any, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the order in which the TPU interpreter visits each parallel dim of a grid; empty for the other dims."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    found = interpret_pallas_call._get_randomized_grid_coordinates(tuple(grid), compiler_params, seed)
+    return tuple(tuple(int(i) for i in dim) for dim in found)

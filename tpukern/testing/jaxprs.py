@@ -120,15 +120,23 @@ def kernel_name(eqn: Eqn) -> str:
     return str(eqn.params.get("name") or eqn.params["jaxpr"].debug_info.func_name or "kernel")
 
 
+def inside(eqn: Eqn) -> list[Any]:
+    """Returns the jaxprs that an equation holds."""
+    found = []
+    for value in eqn.params.values():
+        for inner in value if type(value) in (tuple, list) else (value,):
+            if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
+                found.append(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner)
+    return found
+
+
 def equations(jaxpr: Any) -> list[Eqn]:
-    """Returns every equation of a jaxpr and of those inside it, in program order."""
+    """Returns every equation of a jaxpr and of those inside it: an equation before what it holds."""
     found = []
     for eqn in jaxpr.eqns:
         found.append(eqn)
-        for value in eqn.params.values():
-            for inner in value if type(value) in (tuple, list) else (value,):
-                if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                    found += equations(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner)
+        for inner in inside(eqn):
+            found += equations(inner)
     return found
 
 
