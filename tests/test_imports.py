@@ -24,14 +24,16 @@ LAYERS = (
     ("tpukern.kernels",),
     ("tpukern.lowering", "tpukern.cache", "tpukern.compiling", "tpukern.worker", "tpukern.worker_pool"),
     (
-        "tpukern.registry",
+        "tpukern.calling",
+        "tpukern.dispatch",
         "tpukern.emulated_ops",
+        "tpukern.explanation",
         "tpukern.launching",
         "tpukern.overriding",
+        "tpukern.registry",
         "tpukern.tagging",
         "tpukern.torch_ops",
-    )
-    + ("tpukern.calling", "tpukern.explanation", "tpukern.dispatch"),
+    ),
     ("tpukern.testing", "tpukern.autotune", "tpukern.verify"),
     ("tpukern.cli",),
 )
