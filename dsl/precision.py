@@ -24,6 +24,9 @@ def dot(a: Any, b: Any, contract: tuple[tuple[int, ...], tuple[int, ...]] = ((1,
     Returns:
         The free axes of `a`, then those of `b`.
     """
+    if contract == ((1,), (1,)) and b.shape[0] == 1 and jnp.bfloat16 in (a.dtype, b.dtype):
+        # Pallas of JAX 0.10.2 lowers bf16 times one row as a vector product, which fails to broadcast.
+        a, b = a.astype(F32), b.astype(F32)
     exact = jnp.float32 in (a.dtype, b.dtype)
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=out)
