@@ -54,8 +54,8 @@ class Compiled:
         seconds: What the compiler took, when it was last asked. Lowering and starting the worker are not in it.
         vmem_bytes: VMEM that the kernel has on its stack: windows with all their buffers, scratch, and Mosaic's own
             temporaries. libtpu's figure from the finished executable (``used_scoped_memory_configs`` of the custom call), the
-            one that it compares with the scoped VMEM limit. Of several kernels, the largest. For an overflow, what was asked
-            for. None if not known.
+            one that it compares with the scoped VMEM limit. Arrays that XLA keeps in VMEM around the kernel are not in it, and
+            have no windows. Of several kernels, the largest. For an overflow, what was asked for. None if not known.
         code_bytes: Size of the whole program's machine code, XLA's part included (``generated_code_size_in_bytes`` of the
             executable). None if it did not compile.
         digest: ``Lowered.digest``: equal digests are the same code. None if it could not be lowered.
