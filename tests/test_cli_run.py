@@ -1,6 +1,6 @@
 """``tpukern run``: a script behaves as under python, and is told about afterwards.
 
-The tests up to the last section put a counterfeit of ``tpukern.enable`` and ``tpukern.explain`` in place, and so need
+All but the last two tests put a counterfeit of ``tpukern.enable`` and ``tpukern.explain`` in place, and so need
 neither torch nor a device: their subject is the process around the script.
 """
 
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Row:
 
 class Explanation:
     rows = (Row("tpukern::fake", 3),)
+    left_out = (("aten::mm", "opt-in, not asked for"),)
     def __str__(self):
         return "EXPLAINED"
 
@@ -171,7 +173,12 @@ def test_json_has_stdout_to_itself(tmp_path: Path, end: str, status: int) -> Non
     write(tmp_path, "s.py", source)
     done = tpukern_run(tmp_path, "--json", "s.py")
     assert done.returncode == status
-    assert json.loads(done.stdout) == {"device": "emulated", "status": status, "explain": [{"op": "tpukern::fake", "calls": 3}]}
+    assert json.loads(done.stdout) == {
+        "device": "emulated",
+        "status": status,
+        "explain": [{"op": "tpukern::fake", "calls": 3}],
+        "left_out": {"aten::mm": "opt-in, not asked for"},
+    }
     for line in ("from python\n", "from the descriptor\n", "from a child\n", "from atexit\n"):
         assert line in done.stderr
 
@@ -211,3 +218,43 @@ def test_an_explanation_that_cannot_be_written_fails_the_run(tmp_path: Path) -> 
         "expected a place that can be written.\n"
     )
     assert done.stderr == ENABLED + message
+
+
+MODEL = """
+    import sys
+    import torch
+
+    x = torch.randn(4, 256, device="tpu", requires_grad=True)
+    w = torch.ones(256, device="tpu", requires_grad=True)
+    torch.nn.functional.rms_norm(x, (256,), w).sum().backward()
+    y = x.detach().cpu().requires_grad_()
+    torch.nn.functional.rms_norm(y, (256,), w.detach().cpu()).sum().backward()
+    print(sys.argv[1], torch.allclose(x.grad.cpu(), y.grad, atol=1e-5))
+    sys.exit(int(sys.argv[1]))
+"""
+CONSOLE = str(Path(sysconfig.get_path("scripts")) / "tpukern")
+
+
+def test_a_script_on_the_device_itself(tmp_path: Path) -> None:
+    write(tmp_path, "s.py", MODEL)
+    command = [CONSOLE, "run", "--only", "rms_norm", "--explain-json", "rows.json", "s.py", "6"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (6, "6 True\n"), done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    ran = {(row["op"], row["kernel"], row["direction"]): row["calls"] for row in rows if row["config"]}
+    assert ran == {
+        ("aten::_fused_rms_norm", "rms_norm", "forward"): 1,
+        ("aten::_fused_rms_norm_backward", "rms_norm_backward", "backward"): 1,
+    }
+    assert "tpukern: the tpu device is " in done.stderr
+    assert "aten::_fused_rms_norm_backward" in done.stderr
+
+
+def test_an_override_that_there_is_not(tmp_path: Path) -> None:
+    write(tmp_path, "s.py", "print('never')")
+    command = [CONSOLE, "run", "--json", "--off", "rms_nrm", "s.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    error = json.loads(done.stdout)["error"]
+    assert error.startswith("enable[override]: no override 'rms_nrm'; expected one of [")
+    assert error.endswith("Did you mean 'rms_norm'.")

@@ -176,7 +176,8 @@ class ScriptRun:
                 self.output.note(str(explanation))
                 return True
             with stdout:
-                stdout.write(json.dumps({"device": self.device, "status": status, "explain": rows}, indent=2) + "\n")
+                told = {"device": self.device, "status": status, "explain": rows, "left_out": dict(explanation.left_out)}
+                stdout.write(json.dumps(told, indent=2) + "\n")
             return True
         except OSError as e:
             self.output.note(str(OverrideError("explain", f"cannot write the explanation: {e}", "a place that can be written")))
