@@ -13,10 +13,10 @@ Why so. `eps(t)` is the rounding of the stored result. Accumulation is in float3
 products grows like sqrt(n) (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
 Comput. 41(5), 2019), so for bfloat16 outputs n hardly matters and for float32 ones it does. Where terms cancel, |want|
 says nothing of what was summed. The sensitivity does: it is how far the exact result moves, per unit of relative change,
-when the operands change by their own rounding (`reference.sensitivity`); of a dot product it is the sum of |x * w|, up to
-chance. No algorithm that rounds its operands can be asked for less. The row's largest output is the stand-in when nobody
-computed it: right for a kernel whose row shares one scale, too lenient for one with rows of mixed magnitude.
-`tiny(t)`, the smallest normal number, is a floor: XLA on CPU and the TPU flush subnormals to zero.
+when every operand element changes by its own rounding, up or down at random (`reference.sensitivity`); of a dot product it
+is sqrt(2 sum (x w)^2). No algorithm that rounds its operands can be asked for less. The row's largest output is the
+stand-in when nobody computed it: right for a kernel whose row shares one scale, too lenient for one with rows of mixed
+magnitude. `tiny(t)`, the smallest normal number, is a floor: XLA on CPU and the TPU flush subnormals to zero.
 
 NaN must meet NaN, and Inf must meet Inf of its sign, in the same places. A finite `want` that t cannot hold is compared
 as the power of two just above t's largest number, and so is an Inf that should have been finite: overflow on either side

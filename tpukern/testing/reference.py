@@ -1,0 +1,180 @@
+"""What a kernel should have computed: its torch reference, evaluated exactly, in its own dtype, and differentiated.
+
+Exactly means in float64, on the very numbers that the kernel gets: every float operand converts to float64 without loss.
+In its own dtype means what ATen on CPU computes from the same tensors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from tpukern.errors import ParityError
+from tpukern.testing.values import dtype_named
+
+if TYPE_CHECKING:
+    from tpukern.dsl import Kernel
+    from tpukern.dsl.signature import Operand, Signature
+
+Arrays = dict[str, np.ndarray]
+_TRIALS = 8
+
+
+def outputs(kernel: "Kernel", signature: "Signature", inputs: Sequence[Any], *, exact: bool = True) -> Arrays:
+    """Evaluates the reference.
+
+    Args:
+        kernel: A kernel with a reference.
+        signature: The call's.
+        inputs: NumPy arrays or CPU tensors, as the kernel gets them.
+        exact: In float64; False: in the operands' own dtypes.
+
+    Returns:
+        The outputs that the reference gives, by name: all of them, or all that are not saved for the backward pass. Float64
+        if exact; bfloat16 and 8-bit floats are ml_dtypes.
+
+    Raises:
+        ParityError: There is no reference, it needs a package that is not there, or its results do not fit the signature.
+    """
+    tensors = [_tensor(a, exact) for a in inputs]
+    return {name: array(t) for name, t in _run(kernel, signature, tensors, exact).items()}
+
+
+def gradients(
+    kernel: "Kernel", signature: "Signature", inputs: Sequence[Any], cotangents: Mapping[str, Any], *, exact: bool = True
+) -> Arrays:
+    """Differentiates the reference with autograd.
+
+    Args:
+        kernel: A kernel with a reference.
+        signature: The forward call's.
+        inputs: As for `outputs`.
+        cotangents: One for each output that is not saved, under the output's name.
+        exact: As for `outputs`.
+
+    Returns:
+        `d<input>` for every floating-point input; zeros where the outputs do not depend on it.
+
+    Raises:
+        ParityError: As for `outputs`, or the reference cannot be differentiated.
+    """
+    import torch
+
+    tensors = [_tensor(a, exact) for a in inputs]
+    leaves = {o.name: t.requires_grad_() for o, t in zip(signature.inputs, tensors, strict=True) if t.is_floating_point()}
+    with torch.enable_grad():
+        results = _run(kernel, signature, tensors, exact)
+        wanted = {name: results[name] for name in results if name in cotangents}
+        if not wanted or not all(t.requires_grad for t in wanted.values()):
+            raise ParityError(kernel.name, "the results of its reference have no gradient", "torch operations throughout")
+        given = [_tensor(cotangents[name], exact) for name in wanted]
+        found = torch.autograd.grad(list(wanted.values()), list(leaves.values()), given, allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return {f"d{name}": array(torch.zeros_like(leaf) if g is None else g) for (name, leaf), g in pairs}
+
+
+def sensitivity(
+    evaluate: Callable[[list[np.ndarray]], Arrays], operands: Sequence[Any], seed: int | Sequence[int] = 0
+) -> Arrays:
+    """Measures how far exact results move when the operands move by their own rounding: the scale of `ulp.worst`.
+
+    Each trial changes every element of every floating-point operand by one eps of its dtype, up or down at random.
+
+    Args:
+        evaluate: From operands (float64 where they were floats) to exact results; inside it, say so to `outputs`.
+        operands: Arrays in the dtypes that the kernel gets.
+        seed: Seed of the signs.
+
+    Returns:
+        For each result, the root mean square over the trials of |change| in units of the largest eps among the operands: for
+        a sum of products, sqrt(2 * sum of their squares). Zero where the change is not a number.
+    """
+    rng = np.random.default_rng(seed)
+    given = [array(a) for a in operands]
+    steps = [_eps(a) for a in given]
+    largest = max(steps, default=0.0)
+    wide = [a.astype(np.float64) if step else a for a, step in zip(given, steps, strict=True)]
+    base = evaluate(wide)
+    total = {name: np.zeros(result.shape) for name, result in base.items()}
+    if not largest:
+        return total
+    with np.errstate(all="ignore"):
+        for _ in range(_TRIALS):
+            moved = [
+                a * (1 + step * rng.choice((-1.0, 1.0), a.shape)) if step else a for a, step in zip(wide, steps, strict=True)
+            ]
+            for name, result in evaluate(moved).items():
+                change = (result - base[name]) / largest
+                total[name] += np.where(np.isfinite(change), change, 0.0) ** 2
+        return {name: np.sqrt(t / _TRIALS) for name, t in total.items()}
+
+
+def array(value: Any) -> np.ndarray:
+    """Returns a tensor or array as a NumPy array of the same dtype and values."""
+    if isinstance(value, np.ndarray):
+        return value
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    import torch
+
+    plain = value.detach().cpu()
+    name = str(plain.dtype).removeprefix("torch.")
+    if hasattr(ml_dtypes, name):  # NumPy itself has no such dtype; float32 holds every value of it
+        return plain.to(torch.float32).numpy().astype(dtype_named(name))
+    return plain.numpy()
+
+
+def _tensor(value: Any, exact: bool) -> Any:
+    """Returns an array as a CPU tensor: float64 if exact and a float, else of its own dtype."""
+    import torch
+
+    plain = array(value)
+    if not _eps(plain):
+        return torch.from_numpy(np.array(plain))
+    wide = torch.from_numpy(plain.astype(np.float64))
+    return wide if exact else wide.to(getattr(torch, plain.dtype.name))
+
+
+def _eps(plain: np.ndarray) -> float:
+    """Returns the eps of a float array's dtype; 0 for integers and bools."""
+    try:
+        return float(ml_dtypes.finfo(plain.dtype).eps)
+    except ValueError:
+        return 0.0
+
+
+def _run(kernel: "Kernel", signature: "Signature", tensors: Sequence[Any], exact: bool) -> dict[str, Any]:
+    if kernel.reference is None:
+        raise ParityError(kernel.name, "it has no reference", do="Give the decorator reference=: the same in plain torch.")
+    try:
+        results = kernel.reference(*tensors, **signature.statics)
+    except ImportError as error:
+        found = f"its reference needs the package {error.name!r}" if error.name else f"its reference cannot import: {error}"
+        raise ParityError(kernel.name, found, do=f"Run: pip install {error.name}." if error.name else "") from error
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        where = "in float64" if exact else f"in {signature.dtype}"
+        raise ParityError(
+            kernel.name,
+            f"its reference fails {where} on {', '.join(map(str, signature.inputs))}: {error}",
+            "a reference that takes every call the signature allows",
+        ) from error
+    return _named(kernel.name, signature, results if isinstance(results, tuple | list) else (results,))
+
+
+def _named(name: str, signature: "Signature", results: Sequence[Any]) -> dict[str, Any]:
+    """Pairs results with the outputs of a signature.
+
+    Raises:
+        ParityError: They are too many or too few, or a shape differs.
+    """
+    unsaved = [o for o in signature.outputs if o.name not in signature.saved]
+    declared: Sequence[Operand] = signature.outputs if len(results) == len(signature.outputs) else unsaved
+    if len(results) != len(declared):
+        counts = f"{len(unsaved)}" if len(unsaved) == len(signature.outputs) else f"{len(unsaved)} or {len(signature.outputs)}"
+        raise ParityError(name, f"its reference gives {len(results)} results", f"{counts}: {', '.join(map(str, declared))}")
+    for operand, result in zip(declared, results, strict=True):
+        if tuple(result.shape) != operand.shape:
+            found = f"its reference gives {operand.name} of shape {tuple(result.shape)}"
+            raise ParityError(name, found, f"{operand.shape}, as the signature says")
+    return {operand.name: result for operand, result in zip(declared, results, strict=True)}
