@@ -34,6 +34,8 @@ CUDNN = "aten::_scaled_dot_product_cudnn_attention"
 CUDNN_BACKWARD = f"{CUDNN}_backward"
 OVERRIDEABLE = "aten::_scaled_dot_product_fused_attention_overrideable"
 OVERRIDEABLE_BACKWARD = f"{OVERRIDEABLE}_backward"
+PHILOX = ("philox_seed", "philox_offset")  # without dropout they have no use but to tell whose forward pass it was
+PHILOX = ("philox_seed", "philox_offset")  # free without dropout: they carry whose forward pass it was
 
 LLAMA = "meta-llama/Meta-Llama-3-8B config: 32 heads, 8 key heads of 128"
 QWEN = "Qwen/Qwen3-8B config: 32 heads, 8 key heads of 128"
@@ -78,176 +80,80 @@ def memory_order(x: "Tensor") -> tuple[int, ...]:
     return tuple(sorted(range(x.dim()), key=x.stride, reverse=True))
 
 
-def sdpa(q: "Tensor", k: "Tensor", v: "Tensor", causal: bool, scale: float | None) -> tuple[Any, ...]:
-    """What both of ATen's forward ops return: out, lse, cum_seq x 2, max_q, max_k, philox seed and offset, debug mask."""
-    import torch
-
-    out, lse = flash_attention.launch(q, k, v, layouts={"o": memory_order(q)}, scale=scale, causal=causal)
-    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
-    return out, lse, None, None, q.shape[-2], k.shape[-2], seed, offset, None
-
-
-def sdpa_gradients(
-    q: "Tensor",
-    k: "Tensor",
-    v: "Tensor",
-    out: "Tensor",
-    lse: "Tensor",
-    grad_out: "Tensor",
-    causal: bool,
-    scale: float | None,
-) -> tuple["Tensor", ...]:
-    layouts = {"dq": memory_order(q), "dk": memory_order(k), "dv": memory_order(v)}
-    return flash_attention_backward.launch(q, k, v, out, lse, grad_out, layouts=layouts, scale=scale, causal=causal)
-
-
+# The overrides below name ATen's optional arguments as ATen does, with their defaults: then dispatch calls them as they are.
+# fmt: off
 def cudnn_cond(
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attn_bias: "Tensor | None",
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None", compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> str | None:
-    return unsupported(query, key, value, attn_bias, dropout_p)
+    return unsupported(q, k, v, attn_bias, dropout_p)
 
 
 def cudnn_impl(
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attn_bias: "Tensor | None",
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None", compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:
-    out, lse, *rest = sdpa(query, key, value, is_causal, scale)
+    out, lse, *rest = overrideable_impl(q, k, v, is_causal=is_causal, scale=scale)
     return out, lse.unsqueeze(-1), *rest
 
 
-def cudnn_backward_cond(
-    grad_out: "Tensor",
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    out: "Tensor",
-    logsumexp: "Tensor",
-    philox_seed: "Tensor",
-    philox_offset: "Tensor",
-    attn_bias: "Tensor | None",
-    cum_seq_q: "Tensor | None",
-    cum_seq_k: "Tensor | None",
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> str | None:
-    return unsupported(query, key, value, attn_bias, dropout_p)
-
-
-def cudnn_backward_impl(
-    grad_out: "Tensor",
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    out: "Tensor",
-    logsumexp: "Tensor",
-    philox_seed: "Tensor",
-    philox_offset: "Tensor",
-    attn_bias: "Tensor | None",
-    cum_seq_q: "Tensor | None",
-    cum_seq_k: "Tensor | None",
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple["Tensor", ...]:
-    return sdpa_gradients(query, key, value, out, logsumexp.squeeze(-1), grad_out, is_causal, scale)
-
-
 def overrideable_cond(
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attn_bias: "Tensor | None" = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None" = None, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> str | None:
-    return unsupported(query, key, value, attn_bias, dropout_p)
+    return unsupported(q, k, v, attn_bias, dropout_p)
 
 
 def overrideable_impl(
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attn_bias: "Tensor | None" = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
+    q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None" = None, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:
-    return sdpa(query, key, value, is_causal, scale)
+    """Returns out, lse, cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset (tokens) and the debug mask."""
+    out, lse = flash_attention.launch(q, k, v, layouts={"o": memory_order(q)}, scale=scale, causal=is_causal)
+    return out, lse, None, None, q.shape[-2], k.shape[-2], None, None, None
+
+
+def gradients(
+    q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", grad: "Tensor", causal: bool, scale: float | None
+) -> tuple["Tensor", ...]:
+    layouts = {"dq": memory_order(q), "dk": memory_order(k), "dv": memory_order(v)}
+    results: tuple[Tensor, ...] = flash_attention_backward.launch(
+        q, k, v, out, lse, grad, layouts=layouts, scale=scale, causal=causal
+    )
+    return results
+
+
+def cudnn_backward_cond(
+    grad: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", seed: Any, offset: Any,
+    attn_bias: "Tensor | None", cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float, causal: bool,
+    *, scale: float | None = None,
+) -> str | None:
+    return unsupported(q, k, v, attn_bias, dropout_p)
+
+
+def cudnn_backward_impl(
+    grad: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", seed: Any, offset: Any,
+    attn_bias: "Tensor | None", cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float, causal: bool,
+    *, scale: float | None = None,
+) -> tuple["Tensor", ...]:
+    return gradients(q, k, v, out, lse.squeeze(-1), grad, causal, scale)
 
 
 def overrideable_backward_cond(
-    grad_out: "Tensor",
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attn_bias: "Tensor | None",
-    grad_input_mask: list[bool],
-    out: "Tensor",
-    logsumexp: "Tensor",
-    cum_seq_q: "Tensor | None",
-    cum_seq_k: "Tensor | None",
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: "Tensor",
-    philox_offset: "Tensor",
-    *,
-    scale: float | None = None,
+    grad: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None", mask: list[bool], out: "Tensor",
+    lse: "Tensor", cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float, causal: bool, seed: Any, offset: Any,
+    *, scale: float | None = None,
 ) -> str | None:
-    return unsupported(query, key, value, attn_bias, dropout_p)
+    return unsupported(q, k, v, attn_bias, dropout_p)
 
 
 def overrideable_backward_impl(
-    grad_out: "Tensor",
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attn_bias: "Tensor | None",
-    grad_input_mask: list[bool],
-    out: "Tensor",
-    logsumexp: "Tensor",
-    cum_seq_q: "Tensor | None",
-    cum_seq_k: "Tensor | None",
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: "Tensor",
-    philox_offset: "Tensor",
-    *,
-    scale: float | None = None,
+    grad: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None", mask: list[bool], out: "Tensor",
+    lse: "Tensor", cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float, causal: bool, seed: Any, offset: Any,
+    *, scale: float | None = None,
 ) -> tuple["Tensor | None", ...]:
-    return *sdpa_gradients(query, key, value, out, logsumexp, grad_out, is_causal, scale), None
+    return *gradients(q, k, v, out, lse, grad, causal, scale), None
+# fmt: on
 
 
 def visible(i: Dim, causal: bool) -> tuple[int, jax.Array] | None:
@@ -281,11 +187,17 @@ def lane_sums(p: jax.Array) -> jax.Array:
     op="tpukern::flash_attention",
     reference=reference,
     overrides=(
-        Override(CUDNN, impl=cudnn_impl, cond=cudnn_cond, flips_with=(CUDNN_BACKWARD,)),
-        Override(CUDNN_BACKWARD, impl=cudnn_backward_impl, cond=cudnn_backward_cond, flips_with=(CUDNN,)),
-        Override(OVERRIDEABLE, impl=overrideable_impl, cond=overrideable_cond, flips_with=(OVERRIDEABLE_BACKWARD,)),
+        Override(CUDNN, impl=cudnn_impl, cond=cudnn_cond, flips_with=(CUDNN_BACKWARD,), token=PHILOX),
+        Override(CUDNN_BACKWARD, impl=cudnn_backward_impl, cond=cudnn_backward_cond, flips_with=(CUDNN,), token=PHILOX),
         Override(
-            OVERRIDEABLE_BACKWARD, impl=overrideable_backward_impl, cond=overrideable_backward_cond, flips_with=(OVERRIDEABLE,)
+            OVERRIDEABLE, impl=overrideable_impl, cond=overrideable_cond, flips_with=(OVERRIDEABLE_BACKWARD,), token=PHILOX
+        ),
+        Override(
+            OVERRIDEABLE_BACKWARD,
+            impl=overrideable_backward_impl,
+            cond=overrideable_backward_cond,
+            flips_with=(OVERRIDEABLE,),
+            token=PHILOX,
         ),
     ),
     workloads=(

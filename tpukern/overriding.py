@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tpukern import torch_tpu_adapter
 from tpukern.dsl import declared, source
 from tpukern.errors import OverrideError, did_you_mean
 from tpukern.launching import CALLER
@@ -52,6 +53,7 @@ class Active:
         self.reasons: dict[str, int] = dict(counts.reasons) if counts else {}
         functions = tuple(f for f in (override.impl, override.cond) if f is not None)
         self.digest = source.digest(functions, repr((override.op, override.keys, override.token)))
+        self.undo: list[Callable[[], None]] = []
         self._library = torch.library.Library(self.op.partition("::")[0], "IMPL")
 
     @property
@@ -68,6 +70,8 @@ class Active:
     def remove(self) -> None:
         """Takes everything registered back."""
         self._library._destroy()
+        while self.undo:
+            self.undo.pop()()
 
     def refused(self, reason: str) -> None:
         """Counts a call that was left to the native kernel."""
@@ -178,7 +182,7 @@ def _install(active: Active, into: dict[tuple[str, str], Active] | None = None) 
     native = torch.library.get_kernel(overload, active.key)
     active.add(name, _route(active, schema, native), active.key)
     if active.override.token and not active.is_guard:
-        active.add(name, _route_fake(active, schema, torch.library.get_kernel(overload, "Meta")), "Meta")
+        _add_fake(active, overload, name)
     (REGISTRY.active if into is None else into)[active.op, active.key] = active
 
 
@@ -273,23 +277,50 @@ def _place(named: Sequence[Any], name: str) -> int:
     return next(at for at, argument in enumerate(named) if argument.name == name)
 
 
-@functools.cache
 def _token() -> torch.Tensor:
+    return _new_token() if torch_tpu_adapter.may_be_compiling() else _kept_token()
+
+
+def _new_token() -> torch.Tensor:
     return torch.zeros(TOKEN_SHAPE, dtype=torch.int64, device="tpu")
 
 
-def _route_fake(active: Active, schema: Any, native: Any) -> Callable[..., Any]:
-    """Gives marked results their shape in traces too."""
+_kept_token = functools.cache(_new_token)
+
+
+def _add_fake(active: Active, overload: Any, name: str) -> None:
+    """Gives marked results their shape in traces too: PyTorch looks shapes up in the dispatcher, or in the op's own table."""
+    meta, table = torch._C.DispatchKey.Meta, overload.py_kernels
+    native = table.get(meta)
+    shapes = _fake(active, overload._schema, native or _boxed(overload, "Meta"))
+    active.add(name, lambda keyset, *args, **kwargs: shapes(*args, **kwargs), "Meta")
+    if native is not None:
+        table[meta] = shapes
+        overload._dispatch_cache.clear()
+
+        def undo() -> None:
+            table[meta] = native
+            overload._dispatch_cache.clear()
+
+        active.undo.append(undo)
+
+
+def _boxed(overload: Any, key: str) -> Callable[..., Any]:
+    kernel, keyset = torch.library.get_kernel(overload, key), torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return functools.partial(kernel.call_boxed, keyset)
+
+
+def _fake(active: Active, schema: Any, native: Callable[..., Any]) -> Callable[..., Any]:
     takes = _complete(active.override.cond or _always, schema)
     places = frozenset(_place(schema.returns, name) for name in active.override.token)
 
-    def route(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        results = native.call_boxed(keyset, *args, **kwargs)
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        results = native(*args, **kwargs)
         if takes(*args, **kwargs) is not None:
             return results
         return tuple(r.new_empty(TOKEN_SHAPE) if at in places else r for at, r in enumerate(results))
 
-    return route
+    return shapes
 
 
 def _complete(function: Callable[..., Any], schema: Any) -> Callable[..., Any]:

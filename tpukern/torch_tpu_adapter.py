@@ -267,6 +267,27 @@ def _public_operator(function: Callable[..., Any], name: str, inputs: int, outpu
     return operator
 
 
+_EXECUTION = "torch_tpu._internal.execution_mode.execution_mode_impl"
+
+
+@functools.cache
+def _compile_mode() -> tuple[Callable[[], Any], Any] | None:
+    if not (_has(_EXECUTION, "_get_eager_mode") and _has(_EXECUTION, "_EagerMode")):
+        return None
+    module = importlib.import_module(_EXECUTION)
+    mode = getattr(module._EagerMode, "INTERNAL_COMPILE_FX_GRAPH", None)
+    return None if mode is None else (module._get_eager_mode, mode)
+
+
+def may_be_compiling() -> bool:
+    """Returns whether torch.compile may be running the code that asks, to make a graph of it.
+
+    A tensor that such code returns has to be made by it: torch_tpu ends the process over one that has been computed before.
+    """
+    known = _compile_mode()
+    return known is None or known[0]() == known[1]
+
+
 def fast_path() -> bool:
     """Returns whether kernels go to torch_tpu's private entry points."""
     return kernel_entry().fast
