@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Final, overload
 
-from tpukern.dsl import declared, rules
+from tpukern.dsl import rules
 from tpukern.dsl.config import Config
 from tpukern.dsl.declaration import read
-from tpukern.dsl.kernel import Kernel
+from tpukern.dsl.kernel import Kernel, announce
 from tpukern.dsl.signature import Signature
 from tpukern.dsl.workload import Override, Workload
 from tpukern.targets import Target
@@ -82,7 +82,7 @@ def kernel(
             vmem_limit_bytes=vmem_limit_bytes,
             reject=reject,
         )
-        declared.announce(made)
+        announce(made)
         return made
 
     return make if fn is None else make(fn)

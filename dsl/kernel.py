@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, final, overload
 
@@ -330,8 +331,18 @@ class Kernel:
             backward = Kernel(declaration=declaration, fn=function, frontend="jax", op=op)
         backward._casts = gradient.casts(self.declaration, tuple(o.name for o in backward.declaration.outputs))
         backward.forward, self.gradient = self, backward
-        declared.announce(self)
+        announce(self)
         return backward
+
+
+def announce(kernel: Kernel) -> None:
+    """Tells whoever listens that a kernel is there or has got a gradient, and torch if it is loaded.
+
+    The op is there, then, before `torch.compile` traces the first call.
+    """
+    if kernel.op is not None and "torch" in sys.modules:
+        importlib.import_module("tpukern.dispatch").listen()
+    declared.announce(kernel)
 
 
 def _jitted(bound: Bound, interpret: Any) -> Callable[..., tuple[jax.Array, ...]]:

@@ -57,6 +57,11 @@ def disable() -> None:
     tagging.tag()
 
 
+def listen() -> None:
+    """Registers the kernels declared so far, and every later one, as torch ops. Imports torch."""
+    from tpukern import calling  # noqa: F401 (listens)
+
+
 def call(kernel: "Kernel", args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """Calls a kernel's torch op: see `tpukern.calling.call`."""
     from tpukern import calling
