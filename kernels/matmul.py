@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from tpukern.dsl import F32, Acc, Block, Config, Dim, In, Out, Override, Ref, Signature, Workload, dot, kernel
 
 if TYPE_CHECKING:
-    from tpukern.targets import Target
     from torch import Tensor
+
+    from tpukern.targets import Target
 
 Activation = Callable[[jax.Array], jax.Array]
 Act = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
