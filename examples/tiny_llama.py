@@ -135,7 +135,7 @@ def corpus() -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def learning_rate(step: int, steps: int, peak: float = 3e-3) -> float:
+def learning_rate(step: int, steps: int, peak: float = 2e-3) -> float:
     """Linear for 20 steps, then half a cosine down to a tenth."""
     return peak * min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
@@ -176,6 +176,7 @@ def train(
         loss = loss_now(window[:, :-1].contiguous().to(device), window[:, 1:].contiguous().to(device))
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         optimizer.step()
