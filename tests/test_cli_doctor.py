@@ -152,6 +152,29 @@ def test_without_wheels_nothing_mends_the_device(installation: Any, monkeypatch:
     assert result.exit_code == 0
 
 
+def test_for_a_reader(installation: Any, tmp_path: Path) -> None:
+    installation("emulated", libtpu=None, helion="1.4")
+    result = CliRunner().invoke(cli, ["doctor"])
+    assert (result.exit_code, result.stderr) == (1, "")
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[2].split() == ["package", "installed", "wanted", "extra"]
+    assert [line.split() for line in lines if line.startswith(("torch_tpu", "libtpu"))] == [
+        ["libtpu", "-", "==0.0.51", "compile", "missing"],
+        ["torch_tpu", "0.2.0", "==0.2.0", "tpu,", "emulator", "ok"],
+    ]
+    flags = "--xla_disable_hlo_passes=associative-scan-rewriter"
+    assert lines[-8:] == [
+        "extras: compile no, tpu yes, emulator yes, helion no, test yes",
+        f"device: {device.description()}",
+        f"on it XLA runs with {flags}, else scans (cumsum, ...) would abort the process",
+        f"cache: {tmp_path} (0 results, 0.00 of 256.00 MiB)",
+        "",
+        "missing: libtpu is not installed; needed for the TPU compiler. Run: pip install 'tpukern[compile]'",
+        "optional: helion is 1.4, expected ==1.5.1; needed for kernels written in Helion. Run: pip install 'tpukern[helion]'",
+        "Something needed is missing.",
+    ]
+
+
 def test_the_command_itself_loads_nothing_heavy(tmp_path: Path) -> None:
     source = (
         "import sys\nfrom tpukern.cli import cli\nstatus = cli.main(['doctor', '--json'], standalone_mode=False)\n"

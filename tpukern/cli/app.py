@@ -7,8 +7,9 @@ from typing import Any, Never
 
 import click
 
+from tpukern.cli.groups import Group, print_help
 from tpukern.cli.output import Output
-from tpukern.errors import TpukernError, did_you_mean
+from tpukern.errors import TpukernError
 from tpukern.version import __version__
 
 COMMANDS = {  # name -> module that holds the command, under its own name with "_command"
@@ -23,8 +24,8 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
-class Commands(click.Group):
-    """A click group whose commands load on first use, and which owns the way out of the process.
+class Commands(Group):
+    """The group whose commands load on first use, and which owns the way out of the process.
 
     A command returns its exit status, or a function to call once click is out of the way (`run`, whose script's own
     exceptions must pass through as they are).
@@ -36,13 +37,6 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         home = COMMANDS.get(cmd_name)
         return None if home is None else getattr(importlib.import_module(home), f"{cmd_name}_command")
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
-            hint = did_you_mean(name, COMMANDS)
-            ctx.fail(f"no command {name!r}; expected one of {list(COMMANDS)}." + (f" {hint}" if hint else ""))
-        return super().resolve_command(ctx, args)
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *, standalone_mode: bool = True, **extra: Any
@@ -83,7 +77,7 @@ class Commands(click.Group):
 def sentence(text: str) -> str:
     """Returns ``text`` as a sentence that begins in lower case, as all our messages do."""
     text = text[:1].lower() + text[1:]
-    return text if text.endswith((".", "?", ")")) else text + "."
+    return text if text.endswith((".", "?")) else text + "."
 
 
 def wants_json(words: Sequence[str]) -> bool:
@@ -111,8 +105,7 @@ def wants_json(words: Sequence[str]) -> bool:
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Write, check and compile TPU kernels for PyTorch, with or without a TPU."""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+    print_help(ctx)
 
 
 def main() -> Never:

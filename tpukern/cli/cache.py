@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from tpukern.cli.groups import Group, print_help
 from tpukern.cli.output import Output, json_option, mebibytes
 from tpukern.errors import ConfigError
 
@@ -24,9 +25,11 @@ def cache_facts() -> dict[str, Any]:
     }
 
 
-@click.group("cache")
-def cache_command() -> None:
+@click.group("cache", cls=Group, no_args_is_help=False, invoke_without_command=True)
+@click.pass_context
+def cache_command(ctx: click.Context) -> None:
     """The compiled kernels kept on disk: info, path, clear."""
+    print_help(ctx)
 
 
 @cache_command.command("info")

@@ -58,7 +58,7 @@ def doctor_command(output: Output) -> int:
 
 def examine() -> dict[str, Any]:
     """Returns everything that ``doctor --json`` says."""
-    from tpukern import device
+    from tpukern import device, emulated_ops
 
     wanted = requirements()
     kind = device.kind()
@@ -74,6 +74,7 @@ def examine() -> dict[str, Any]:
         "device": {
             "kind": kind,
             "description": device.description(),
+            "xla_flags": emulated_ops.xla_flags(None) if kind == "emulated" else None,
         },
         "cache": cache,
         "missing": [dataclasses.asdict(item) for item in missing],
@@ -147,6 +148,8 @@ def show(output: Output, facts: dict[str, Any]) -> None:
     extras = ", ".join(f"{name} {'yes' if whole else 'no'}" for name, whole in facts["extras"].items())
     cache, found = facts["cache"], facts["device"]
     output.text(f"\nextras: {extras}\ndevice: {found['description']}")
+    if found["xla_flags"]:
+        output.text(f"on it XLA runs with {found['xla_flags']}, else scans (cumsum, ...) would abort the process")
     output.text(f"cache: {cache['path']} ({used(cache)})\n")
     for item in facts["missing"]:
         mark = "missing" if item["required"] else "optional"

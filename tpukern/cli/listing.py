@@ -41,8 +41,16 @@ def describe(kernel: "Kernel") -> dict[str, Any]:
             {"name": w.name, "dtype": w.dtype, "directions": list(w.directions), "values": dict(w.values), "source": w.source}
             for w in kernel.workloads
         ],
-        "targets": list(TARGETS),
+        "targets": targets_of(kernel),
     }
+
+
+def targets_of(kernel: "Kernel") -> list[str]:
+    """Returns the targets that ``reject`` leaves a config for, at one of the workloads at least."""
+    if kernel.reject is None or not kernel.workloads:
+        return list(TARGETS)
+    signatures = [kernel.workload_signature(w) for w in kernel.workloads]
+    return [name for name, target in TARGETS.items() if any(kernel.configs(s, target) for s in signatures)]
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
