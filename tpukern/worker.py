@@ -5,10 +5,11 @@ outlives its parent: a thread reads stdin, and when that ends the process ends t
 """
 
 import base64
+import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
-import pathlib
 import queue
 import shutil
 import sys
@@ -16,7 +17,10 @@ import threading
 import time
 from typing import Any
 
+from tpukern import environment
+
 _LONGEST_ERROR = 16_384  # characters; Mosaic can print whole kernels
+_FIRST_TOPOLOGY = "v5e:2x2"
 _LARGEST_FILE_BYTES = 64 << 20  # of any log that libtpu writes despite TPU_MIN_LOG_LEVEL
 
 
@@ -32,23 +36,23 @@ def _bound_what_a_crash_leaves() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES, hard))
 
 
-def _read_requests(requests: "queue.SimpleQueue[dict[str, Any]]", parent: int) -> None:
+def _read_requests(requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
     for line in sys.stdin.buffer:
         requests.put(json.loads(line))
-    if os.getppid() != parent:  # killed before it could tidy up
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    folder = environment.value("TMPDIR") or ""  # a living parent kills its workers and tidies up; this one has died
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty: another worker will
+        os.rmdir(os.path.dirname(folder))
     os._exit(0)
 
 
-def _ready() -> dict[str, Any]:
+def _ready(devices: dict[str, Any]) -> dict[str, Any]:
     try:
         from tpukern import jax_adapter
 
         jax_adapter.load()
-        import libtpu
-
-        if not pathlib.Path(libtpu.get_library_path()).is_file():
-            raise ImportError("libtpu has no library")
+        importlib.import_module("libtpu")  # its own reason, if it cannot be imported
+        devices[_FIRST_TOPOLOGY] = jax_adapter.topology_device(_FIRST_TOPOLOGY)  # loads the library, or says why not
         return {"ready": {"libtpu": importlib.metadata.version("libtpu"), **jax_adapter.versions()}}
     except Exception as error:
         return {"fatal": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
@@ -86,9 +90,9 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libtpu prints must not mix with the replies
     _bound_what_a_crash_leaves()
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(requests, os.getppid()), daemon=True).start()
-    print(json.dumps(_ready()), file=replies, flush=True)
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     devices: dict[str, Any] = {}
+    print(json.dumps(_ready(devices)), file=replies, flush=True)
     while True:
         print(json.dumps(_answer(requests.get(), devices)), file=replies, flush=True)
 

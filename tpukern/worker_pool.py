@@ -94,6 +94,12 @@ class _Worker:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
+    def hush(self) -> None:
+        """Forgets what libtpu said while it started; it complains wherever there is no TPU."""
+        assert self.process.stderr is not None
+        _drain(self.process.stderr.fileno())
+        self.stderr = b""
+
     def end(self) -> int:
         """Kills the process if it still runs, and returns its exit status."""
         if self.process.poll() is None:
@@ -237,6 +243,7 @@ class WorkerPool:
             worker.task = None
         elif "ready" in reply:
             worker.ready = self._ever_ready = True
+            worker.hush()
         else:
             raise CompileError(
                 "worker",
