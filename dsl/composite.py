@@ -1,5 +1,6 @@
 """Which kernels a JAX function calls: what the configs of gradients and builds are made of."""
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,16 @@ def record(call: Call) -> tuple[jax.Array, ...]:
 def calls_of(function: Any, specs: tuple[jax.ShapeDtypeStruct, ...]) -> list[Call]:
     """Returns the kernel calls that `function` makes on such inputs."""
     recorder: list[Call] = []
-    with context.entered(dataclasses.replace(context.current(), recorder=recorder, configs={})):
+    with context.entered(dataclasses.replace(context.current(), recorder=recorder, configs={})), _own_traces():
         jax.eval_shape(function, *specs)
     return recorder
+
+
+def _own_traces() -> contextlib.AbstractContextManager[Any]:
+    """Keeps traces made while recording apart: a `jax.jit` inside of the function would give them out as real ones later."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    mesh = jax.sharding.AbstractMesh((1,), ("tpukern_recorder",), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def merged(calls: list[Call]) -> tuple[Call, ...]:

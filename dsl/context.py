@@ -56,6 +56,8 @@ def using(
 ) -> Iterator[Context]:
     """Runs kernels called from JAX for a chip, in interpret form or not, under these configs.
 
+    It acts when JAX traces: a function under `jax.jit` that was traced before keeps what it was traced with.
+
     Args:
         target: The chip to trace for; None leaves what an outer `using` said.
         interpret: True (plain JAX operations), False (Mosaic) or `pltpu.InterpretParams` (the TPU's memory, simulated). None

@@ -9,6 +9,7 @@ from typing import Any, final, overload
 
 import jax
 
+from tpukern import jax_adapter
 from tpukern.dsl import composite, context, declared, gradient, rules, source, space, tile
 from tpukern.dsl.bound import Bound, specs_of
 from tpukern.dsl.config import Config
@@ -346,7 +347,7 @@ def announce(kernel: Kernel) -> None:
 
 
 def _jitted(bound: Bound, interpret: Any) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.jit(bound.function)
+    return jax.jit(jax_adapter.retraced(bound.function, bound.kernel.name))
 
 
 def _target(target: Target | str | None) -> Target | None:

@@ -349,9 +349,9 @@ def test_kernels_run_inside_of_jit() -> None:
 
 
 def test_every_config_of_a_kernel_agrees() -> None:
-    x, w, b = normal(9, 150), normal(150, 200), normal(200)
+    x, w, b = normal(9, 150), normal(150, 100), normal(100)
     want = matmul_reference(x, w, b)
     found = matmul.configs(matmul.signature(x, w, b))
-    assert len(found) == 2 * 2 * 2
+    assert len(found) == 2 * 1 * 2
     for config in found:
         assert_ulps(matmul(x, w, b, **config), want, 32)
