@@ -80,7 +80,7 @@ def test_rows_and_a_warm_second_time(folder: Path) -> None:
     again = tpukern(folder, *words)
     assert again.returncode == 0
     assert json.loads(again.stdout) == [row | {"cached": True} for row in rows]
-    assert all(line.endswith(": cached") for line in again.stderr.splitlines()[1:])
+    assert all(line.endswith(": ok, cached") for line in again.stderr.splitlines()[1:])
 
     info = json.loads(tpukern(folder, "cache", "info", "--json").stdout)
     assert info.pop("bytes") > 0
@@ -117,7 +117,7 @@ def test_the_table(folder: Path) -> None:
     assert [row.split()[:6] for row in rows] == [
         ["double", direction, "small", "bfloat16", "v5e", "yes"] for direction in ("forward", "backward")
     ]
-    assert done.stderr.splitlines()[-1] == "2 of 2 compiled, 0 of them from the cache."
+    assert done.stderr.splitlines()[-1] == "2 of 2 compile; 0 results from the cache."
 
 
 def test_shape_dtype_and_config(folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_vmem_overflow(folder: Path) -> None:
     table = tpukern(folder, *words[:-1], "--target", "v5e")
     assert table.returncode == 1
     assert f"\nfailed: wide forward wide float32 v5e\n{v5e}\n" in table.stdout
-    assert table.stderr.endswith("[1/1] wide wide v5e: FAILED\n0 of 1 compiled, 0 of them from the cache.\n")
+    assert table.stderr.endswith("[1/1] wide wide v5e: FAILED, cached\n0 of 1 compile; 1 results from the cache.\n")
 
 
 def test_a_body_that_raises_is_a_failed_row(folder: Path) -> None:

@@ -83,7 +83,7 @@ def show_rows(output: Output, rows: Sequence[dict[str, Any]]) -> None:
         where = f"{row['kernel']} {row['direction']} {row['workload']} {row['dtype']} {row['target']}"
         output.text(f"\nfailed: {where}\n{row['error']}")
     cached = sum(row["cached"] for row in rows)
-    output.note(f"{len(rows) - len(failed)} of {len(rows)} compiled, {cached} of them from the cache.")
+    output.note(f"{len(rows) - len(failed)} of {len(rows)} compile; {cached} results from the cache.")
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -124,5 +124,6 @@ class Progress:
             failed = f" ({self._failed} failed)" if self._failed else ""
             self._bar.update(self._task, advance=1, description=f"{name}{failed}")
         else:
-            state = ("cached" if compiled.cached else f"ok {compiled.seconds:.2f} s") if compiled.ok else "FAILED"
-            self._output.note(f"[{self._done}/{self._total}] {name}: {state}")
+            state = "ok" if compiled.ok else "FAILED"
+            how = "cached" if compiled.cached else f"{compiled.seconds:.2f} s"
+            self._output.note(f"[{self._done}/{self._total}] {name}: {state}, {how}")
