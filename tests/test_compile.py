@@ -8,6 +8,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -97,6 +98,12 @@ def tables_in_megablox():
     return plain(lambda x, w, g: gmm(x, w, g, preferred_element_type=jnp.bfloat16), *specs, name="gmm")
 
 
+def large_constant():
+    """A module larger than a pipe holds."""
+    constant = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
+    return plain(lambda x: x + constant, S((512, 512), jnp.float32), name="large")
+
+
 def hungry(limit=None):
     """32 MiB of windows; a v5e gives 16 unless asked."""
     parameters = pltpu.CompilerParams(vmem_limit_bytes=limit)
@@ -114,6 +121,7 @@ def all_jobs():
         "one copy": Job(bound=plain(lambda x: copy(x, 512), MATRIX, name="copy"), target=v5e),
         "two copies": Job(bound=plain(lambda x: copy(copy(x, 512), 8), TALL, name="copies"), target=v6e),
         "no kernel": Job(bound=plain(lambda x: x + 1, MATRIX, name="none"), target=v5e),
+        "large": Job(bound=large_constant(), target=v5e),
         "gmm": Job(bound=tables_in_megablox(), target=v6e),
         "hungry": Job(bound=hungry(), target=v5e),
         "hungry with a limit": Job(bound=hungry(48 * MIB), target=v5e),
@@ -158,6 +166,11 @@ def test_vmem_is_what_the_compiler_allocated(run):
     assert run.results["one copy"].vmem_bytes == four_windows
     assert run.results["two copies"].vmem_bytes == four_windows  # the larger kernel's
     assert (run.results["no kernel"].ok, run.results["no kernel"].vmem_bytes) == (True, 0)
+
+
+def test_a_module_larger_than_a_pipe(run):
+    assert len(lowering.lower(large_constant(), "v5e").module) > 1 << 20
+    assert run.results["large"].ok, run.results["large"].error
 
 
 def test_a_program_whose_hlo_jaxlib_cannot_parse_back(run):

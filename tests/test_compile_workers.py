@@ -94,6 +94,17 @@ def test_a_compile_that_takes_too_long_is_killed(monkeypatch):
     assert victim.error == "victim[compile] on v5e: no result after 77 s, and killed."
 
 
+def test_a_worker_that_stops_reading_does_not_stop_us(monkeypatch):
+    """The module is larger than a pipe; the worker is stopped before it reads it."""
+
+    def stop(worker):
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        worker.unsent, worker.deadline = b"x" * (1 << 22), time.monotonic() + 0.5
+
+    victim = compile_named(monkeypatch, stop, timeout_s=77)
+    assert victim.error == "victim[compile] on v5e: no result after 77 s, and killed."
+
+
 def test_one_dead_worker_of_two(monkeypatch):
     killed = []
     send = worker_pool._Worker.send
@@ -103,6 +114,7 @@ def test_one_dead_worker_of_two(monkeypatch):
         if not killed:
             killed.append(task.tag)
             os.kill(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
 
     monkeypatch.setattr(worker_pool._Worker, "send", watched)
     results = compiling.compile_many([job(f"job{n}", float(n)) for n in range(6)], workers=2)

@@ -74,14 +74,16 @@ class _Worker:
         self.ready = False
         self.task: Task | None = None
         self.deadline = time.monotonic() + _START_S
-        self.partial = b""
-        self.stderr = b""
+        self.unsent = self.partial = self.stderr = b""
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
 
     @property
     def idle(self) -> bool:
         return self.ready and self.task is None
 
     def send(self, task: Task, timeout_s: float) -> None:
+        """Takes a task; ``write`` sends it."""
         self.task = task
         self.deadline = time.monotonic() + timeout_s
         request = {
@@ -89,10 +91,17 @@ class _Worker:
             "topology": task.topology,
             "options": dict(task.options),
         }
+        self.unsent = json.dumps(request).encode() + b"\n"
+
+    def write(self) -> None:
+        """Writes what the pipe takes now; a module can be larger than a pipe, and the process may have stopped reading."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: select will report the end of its stdout
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
+        try:
+            self.unsent = self.unsent[os.write(self.process.stdin.fileno(), self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # it has died: the end of its stdout will say so
+            self.unsent = b""
 
     def hush(self) -> None:
         """Forgets what libtpu said while it started; it complains wherever there is no TPU."""
@@ -194,9 +203,13 @@ class WorkerPool:
             deadlines = [w.deadline for w in self._workers if not w.idle]
             wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
         for key, _ in self._selector.select(wait_s):
-            worker, is_stdout = key.data
-            if worker in self._workers:
-                self._read(worker, is_stdout)
+            worker, stream = key.data
+            if worker not in self._workers:  # lost a moment ago
+                continue
+            if stream == "stdin":
+                self._write(worker)
+            else:
+                self._read(worker, stream)
         now = time.monotonic()
         for worker in [w for w in self._workers if not w.idle and now > w.deadline]:
             what = f"no result after {self.timeout_s:g} s" if worker.ready else f"not started after {_START_S:g} s"
@@ -207,6 +220,7 @@ class WorkerPool:
         for worker in self._workers:
             if worker.idle and self._waiting:
                 worker.send(self._waiting.popleft(), self.timeout_s)
+                self._write(worker)
         starting = sum(not w.ready for w in self._workers)
         for _ in range(min(self.size - len(self._workers), len(self._waiting) - starting)):
             self._start()
@@ -218,18 +232,29 @@ class WorkerPool:
         except OSError as error:
             raise CompileError("worker", f"cannot start {sys.executable}: {error}", do="Check memory and disk.") from error
         self._workers.append(worker)
-        for pipe, is_stdout in ((worker.process.stdout, True), (worker.process.stderr, False)):
-            assert pipe is not None
-            self._selector.register(pipe, selectors.EVENT_READ, (worker, is_stdout))
+        for stream in ("stdout", "stderr"):
+            self._selector.register(getattr(worker.process, stream), selectors.EVENT_READ, (worker, stream))
 
-    def _read(self, worker: _Worker, is_stdout: bool) -> None:
-        pipe = worker.process.stdout if is_stdout else worker.process.stderr
-        assert pipe is not None
+    def _write(self, worker: _Worker) -> None:
+        """Sends on what is unsent, and has the selector say when more can be."""
+        worker.write()
+        assert worker.process.stdin is not None
+        if worker.unsent and worker.process.stdin not in self._selector.get_map():
+            self._selector.register(worker.process.stdin, selectors.EVENT_WRITE, (worker, "stdin"))
+        elif not worker.unsent:
+            self._forget(worker.process.stdin)
+
+    def _forget(self, pipe: Any) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(pipe)
+
+    def _read(self, worker: _Worker, stream: str) -> None:
+        pipe = getattr(worker.process, stream)
         data = os.read(pipe.fileno(), _PIPE_BYTES)
-        if not is_stdout:
+        if stream == "stderr":
             worker.stderr = (worker.stderr + data)[-_STDERR_TAIL:]
             if not data:
-                self._selector.unregister(pipe)
+                self._forget(pipe)
         elif not data:
             self._lose(worker, None)
         else:
@@ -253,10 +278,8 @@ class WorkerPool:
 
     def _lose(self, worker: _Worker, why: str | None) -> None:
         """Removes a worker that died, or that has to; its task fails, and only its task."""
-        for pipe in (worker.process.stdout, worker.process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(pipe)
+        for pipe in (worker.process.stdin, worker.process.stdout, worker.process.stderr):
+            self._forget(pipe)
         assert worker.process.stderr is not None
         if why is None:
             worker.stderr = (worker.stderr + _drain(worker.process.stderr.fileno()))[-_STDERR_TAIL:]
