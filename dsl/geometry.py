@@ -42,6 +42,23 @@ class Extent:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tail:
+    """The part of an input's last block that lies past the end of the array.
+
+    Attributes:
+        ref_axis: The axis of the ref.
+        axis: The same in the declaration.
+        real: Positions of the block that the array has.
+        last: Index of the block.
+    """
+
+    ref_axis: int
+    axis: d.Axis
+    real: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Geometry:
     """A tile kernel's grid and blocks for one signature and config."""
 
@@ -121,18 +138,18 @@ class Geometry:
         roles = Output | Accumulator
         return frozenset(name for o in self.declaration.operands if isinstance(o.role, roles) for name in self.summed(o))
 
-    def fills(self, o: Parameter) -> tuple[tuple[int, str, int], ...]:
-        """Returns (axis of the ref, dim, positions that are real) for each axis of an input whose tail has to be filled."""
+    def fills(self, o: Parameter) -> tuple[Tail, ...]:
+        """Returns what has to be filled in the last block of an input: axes cut short whose positions are summed over."""
         found, at = [], 0
         for axis in o.axes:
             block = self.axis_block(axis)
             if block is None:
                 continue
-            if isinstance(axis, d.Named | d.Per) and axis.name in self.summed_over:
-                extent = self.extents[axis.name]
+            extent = self.extents.get(axis.name) if isinstance(axis, d.Named | d.Per | d.Lookup) else None
+            if extent is not None and self.summed_over.intersection(d.walked_by(axis)):
                 real = axis_size(axis, self.signature.sizes) - (extent.count - 1) * block
                 if extent.count > 1 and real < block:
-                    found.append((at, axis.name, real))
+                    found.append(Tail(at, axis, real, extent.count - 1))
             at += 1
         return tuple(found)
 

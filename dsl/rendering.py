@@ -1,10 +1,11 @@
 """A bound kernel as text, and names for what the jaxpr only numbers."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from tpukern.dsl.geometry import Geometry
-from tpukern.dsl.roles import Table
+from tpukern.dsl.roles import Accumulator, Input, Output, Table
 
 if TYPE_CHECKING:
     from tpukern.dsl.bound import Bound
@@ -46,5 +47,19 @@ def render(bound: "Bound") -> str:
     lines.append("sizes: " + ", ".join(f"{name}={size}" for name, size in bound.signature.sizes.items()))
     if bound.target:
         lines.append(f"target: {bound.target.name}, {bound.target.scoped_vmem_bytes:,} bytes of VMEM for one kernel")
-    calls: tuple[Any, ...] = bound.calls
-    return "\n".join([*lines, *(call.text() for call in calls or ())] + ([] if calls else ["no pallas_call"]))
+    for call in bound.calls:
+        lines.append(call.text())
+        geometry = _geometry(bound, call.name)
+        lines += _sets(geometry) if geometry else ()
+    return "\n".join(lines if bound.calls else [*lines, "no pallas_call"])
+
+
+def _sets(geometry: Geometry) -> Iterator[str]:
+    """Says what the form does by itself before the body: accumulators set, tails filled."""
+    for o in geometry.declaration.operands:
+        if isinstance(o.role, Accumulator | Output) and o.role.init is not None:
+            summed = " and ".join(geometry.summed(o))
+            yield f"  {o} is set to {o.role.init:g} at {f'the first step of {summed}' if summed else 'every step'}"
+        if isinstance(o.role, Input):
+            for tail in geometry.fills(o):
+                yield f"  {o} is filled with {o.role.fill:g} past the end of {tail.axis}"

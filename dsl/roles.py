@@ -118,13 +118,17 @@ def Out(
 def Acc(dims: str, dtype: str = "float32", *, init: float = 0.0) -> Any:
     """Declares a VMEM accumulator, set to `init` at the first of the steps that it sums over.
 
-    It sums over the grid dims after the last one that `dims` names.
+    It sums over the grid dims after the last one that `dims` names: with a grid b, i, j, `Acc("i d")` starts anew for every
+    block of i, `Acc("8 d")` only once. Naming a dim walked by `Each` costs no axis: `Acc("b 8 d")` starts anew for every b.
     """
     return Accumulator(dims, dtype, init)
 
 
 def Scratch(dims: str, dtype: str = "float32") -> Any:
-    """Declares VMEM that only the body touches."""
+    """Declares VMEM that only the body touches.
+
+    Steps over the grid dims after the last one that `dims` names run in order, on one core, since they may pass values on.
+    """
     return ScratchSpace(dims, dtype)
 
 

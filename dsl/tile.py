@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tpukern.dsl import context
 from tpukern.dsl import dims as d
 from tpukern.dsl.declaration import Parameter, each_output
-from tpukern.dsl.geometry import Geometry
+from tpukern.dsl.geometry import Geometry, Tail
 from tpukern.dsl.grid import Dim, all_of, step
 from tpukern.dsl.roles import Accumulator, Input, Output, ScalarInput, Table
 from tpukern.errors import SignatureError
@@ -165,17 +165,21 @@ def _set_accumulators(geometry: Geometry, dims: Mapping[str, Dim], refs: Mapping
 
 
 def _fill_tails(geometry: Geometry, dims: Mapping[str, Dim], refs: Mapping[str, Any]) -> None:
-    """Stores each input's `fill` past the end of the dims that are summed over, on the steps that hold their last block."""
-    by_dim: dict[str, list[tuple[Any, int, int, float]]] = {}
+    """Stores each input's `fill` past the end of what is summed over, on the steps that hold the block which is cut short.
+
+    It is the block fetched that counts, not the step: with a span, the step may hold an earlier one.
+    """
+    groups: dict[tuple[Any, int], list[tuple[Any, Tail, float]]] = {}
     for o in geometry.declaration.inputs:
         if isinstance(o.role, Input):
-            for axis, name, real in geometry.fills(o):
-                by_dim.setdefault(name, []).append((refs[o.name], axis, real, o.role.fill))
-    for name, group in by_dim.items():
+            for tail in geometry.fills(o):
+                where = tail.axis if isinstance(tail.axis, d.Lookup) else d.names_of(tail.axis)
+                groups.setdefault((where, tail.last), []).append((refs[o.name], tail, o.role.fill))
+    for (_, last), group in groups.items():
 
-        @pl.when(dims[name].fetched == dims[name].count - 1)
-        def _fill(group: list[tuple[Any, int, int, float]] = group) -> None:
-            for ref, axis, real, value in group:
-                tail = (*(slice(None),) * axis, slice(real, ref.shape[axis]))
-                shape = (*ref.shape[:axis], ref.shape[axis] - real, *ref.shape[axis + 1 :])
-                ref[tail] = jnp.full(shape, value, ref.dtype)
+        @pl.when(_block_index(geometry, group[0][1].axis, dims, refs) == last)
+        def _fill(group: list[tuple[Any, Tail, float]] = group) -> None:
+            for ref, tail, value in group:
+                outside = (*(slice(None),) * tail.ref_axis, slice(tail.real, ref.shape[tail.ref_axis]))
+                shape = (*ref.shape[: tail.ref_axis], ref.shape[tail.ref_axis] - tail.real, *ref.shape[tail.ref_axis + 1 :])
+                ref[outside] = jnp.full(shape, value, ref.dtype)

@@ -81,6 +81,23 @@ def test_grouped_matmul_with_empty_groups_and_shared_row_blocks(counts: list[int
     }
 
 
+@kernel
+def page_sum(
+    page: Ref = Prefetch("t"), x: Ref = In("p:page[t] d"), y: Ref = Out("_ d", init=0.0), *, t: Dim = Each(), p: Dim = Block(8)
+) -> None:
+    y[...] += jnp.sum(x[...], axis=0, keepdims=True)
+
+
+def test_a_looked_up_block_that_is_cut_short_is_filled_where_it_is_summed_over() -> None:
+    x = normal(20, 128)
+    assert_close(page_sum(jnp.asarray([2, 0, 2], jnp.int32), x), (np.asarray(x[:8]) + 0).sum(0) + 2 * np.asarray(x[16:]).sum(0))
+    text = page_sum.bind(jnp.zeros(3, jnp.int32), x).text().splitlines()
+    assert text[-2:] == [
+        '  x "p:page[t] d" is filled with 0 past the end of p:page[t]',
+        '  y "_ d" is set to 0 at the first step of t',
+    ]
+
+
 def filled(b: Dim, lengths: Any) -> tuple[None, Any]:
     return None, lengths[b.index]
 
