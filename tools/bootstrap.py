@@ -14,6 +14,7 @@ from __future__ import annotations  # an older Python must get as far as the mes
 import argparse
 import contextlib
 import hashlib
+import http.client
 import json
 import os
 import platform
@@ -69,8 +70,8 @@ def probe(index: str, seconds: float = PROBE_SECONDS) -> str | None:
             with urllib.request.urlopen(index.rstrip("/") + "/torch/", timeout=seconds) as page:
                 listed = f"torch-{TORCH}" in page.read().decode("utf-8", "replace")
             result[0] = None if listed else f"it lists no torch {TORCH}"
-        except (OSError, ValueError) as error:
-            result[0] = str(getattr(error, "reason", error))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            result[0] = str(getattr(error, "reason", error)).strip()
 
     # A thread, since looking up a host name ignores the timeout.
     asking = threading.Thread(target=ask, daemon=True)
