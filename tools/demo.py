@@ -127,11 +127,13 @@ class Demo:
 
     Attributes:
         steps: Training steps of every run.
+        compile: What to compile at the end: a kernel that ships, or `all`.
         targets: Chips to compile for, as `tpukern compile --target` takes them.
         folder: Where curves and explanations are kept.
     """
 
     steps: int
+    compile: str
     targets: str
     folder: Path
 
@@ -168,7 +170,7 @@ class Demo:
         own = f"{EXAMPLES / 'tiny_llama_own_kernel.py'}:swiglu"
         quiet = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         run(TPUKERN, "compile", own, "--target", self.targets, "--shape", "m=1024,f=704", "--dtype", "float32", **quiet)
-        run(TPUKERN, "compile", "all", "--target", self.targets, **quiet)
+        run(TPUKERN, "compile", self.compile, "--target", self.targets, **quiet)
 
     def __call__(self) -> None:
         started = time.monotonic()
@@ -179,7 +181,7 @@ class Demo:
         self.on_device("tiny_llama", reference, MUST_RUN)
         heading("The same model with a kernel of its own (examples/tiny_llama_own_kernel.py)")
         self.on_device("tiny_llama_own_kernel", reference, MUST_RUN | OWN)
-        heading(f"Every kernel through the TPU compiler, for {self.targets}")
+        heading(f"The kernels through the TPU compiler, for {self.targets}")
         self.compiled()
         seconds = time.monotonic() - started
         print(f"\nThe demo passed in {seconds:.0f} s: loss {first:.3f} to {last:.3f} on the CPU and on the device.")
@@ -188,11 +190,12 @@ class Demo:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--compile", default="all", help="the kernel to compile at the end, or all")
     parser.add_argument("--targets", default="v5e,v6e,v7x")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "demo", help="where curves and explanations are kept")
     options = parser.parse_args()
     try:
-        Demo(steps=options.steps, targets=options.targets, folder=options.folder)()
+        Demo(steps=options.steps, compile=options.compile, targets=options.targets, folder=options.folder.absolute())()
     except DemoError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
