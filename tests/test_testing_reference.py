@@ -48,6 +48,14 @@ def test_outputs_exact_and_in_their_own_dtype(dtype):
     assert 0 < np.abs(own.astype(np.float64) - want).max() < 8 * float(ml_dtypes.finfo(own.dtype).eps)
 
 
+def test_subnormal_operands_count_as_zero():
+    x = np.float32([[1e-40, 1e-37, -1e-39, 1]])
+    square = with_reference(lambda x: x * 1e6)
+    exact = reference.outputs(square, square.signature(x), (x,))["y"]
+    assert np.allclose(exact, [[0, 1e-31, 0, 1e6]], rtol=1e-6, atol=0)
+    assert reference.outputs(square, square.signature(x), (x,), exact=False)["y"][0, 0] > 0
+
+
 def test_tensors_of_any_stride_are_taken():
     base = torch.arange(48, dtype=torch.bfloat16).reshape(6, 8)
     x = base.t()[1:, ::2]
@@ -125,6 +133,28 @@ def test_sensitivity_of_a_dot_product_is_what_it_sums():
     assert np.array_equal(moved, reference.sensitivity(product, (x, w))["y"])
     error = worst((x @ w).astype(np.float32), product((x.astype(np.float64), w))["y"], reduction=512, sensitivity=moved)
     assert error.ulps < 2
+
+
+def test_sensitivity_of_a_result_that_is_always_zero():
+    q, k, v = (values("normal", (1, 1, 1, 8), "float32", i) for i in range(3))
+    do = values("normal", (1, 1, 1, 8), "float32", 3)
+    signature = flash_attention.signature(q, k, v, causal=True)
+
+    def differentiate(operands):
+        return reference.gradients(flash_attention, signature, operands[:3], {"o": operands[3]})
+
+    moved, want = reference.sensitivity(differentiate, (q, k, v, do)), differentiate((q, k, v, do))
+    assert np.abs(want["dq"]).max() < 1e-14  # softmax over one key
+    size = float(np.abs(do * v).sum())  # what cancels in dp - delta
+    assert 0.1 * size * np.abs(k).max() * 8**-0.5 < np.abs(moved["dq"]).max() < 10 * size * np.abs(k).max()
+
+
+def test_noise_reaches_intermediate_results_and_leaves_views_alone():
+    square = with_reference(lambda x: ((x + 1) - 1)[:, :].reshape(x.shape).add_(0))
+    signature = square.signature(X)
+    small = (X * 1e-6).astype(np.float32)
+    moved = reference.sensitivity(lambda o: reference.outputs(square, signature, o), (small,))["y"]
+    assert 0.5 < moved.mean() < 2  # of the size of the 1, not of x
 
 
 def test_sensitivity_leaves_integers_and_specials_alone():

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tpukern.testing.ulp import Error, worst
+from tpukern.testing.ulp import Error, amplification, worst
 
 F32_EPS = 2.0**-23
 BF16_EPS = 2.0**-7
@@ -65,6 +65,16 @@ def test_subnormals_may_be_flushed():
     want = np.array([1e-40, -1e-39])
     assert worst(np.zeros(2, np.float32), want).ulps < 1
     assert worst(np.float32([1e-37, 0]), want).ulps > 5
+
+
+def test_a_flushed_intermediate_may_be_amplified():
+    operands = [np.float32([-90, 1, np.inf]), np.float32([1000]), np.int32([5]), np.zeros((0, 2), np.float32)]
+    assert amplification(operands) == 90_000
+    want = np.array([1e-34, 1.0])
+    got = np.float32([0, 1])
+    assert worst(got, want, sensitivity=want).ulps > 1e3
+    assert worst(got, want, sensitivity=want, amplified=90_000).ulps < 1
+    assert worst(np.float32([0, 1.01]), want, sensitivity=want, amplified=90_000).ulps > 1e4
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """What a kernel should have computed: its torch reference, evaluated exactly, in its own dtype, and differentiated.
 
 Exactly means in float64, on the very numbers that the kernel gets: every float operand converts to float64 without loss.
-In its own dtype means what ATen on CPU computes from the same tensors.
+Float32 subnormals among them count as zero, as they do for the TPU and for XLA on CPU. In its own dtype means what ATen on
+CPU computes from the same tensors.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,18 +79,23 @@ def gradients(
 def sensitivity(
     evaluate: Callable[[list[np.ndarray]], Arrays], operands: Sequence[Any], seed: int | Sequence[int] = 0
 ) -> Arrays:
-    """Measures how far exact results move when the operands move by their own rounding: the scale of `ulp.worst`.
+    """Measures how far exact results move when everything is rounded: the scale of `ulp.worst`.
 
-    Each trial changes every element of every floating-point operand by one eps of its dtype, up or down at random.
+    In each trial every element of every floating-point operand changes by one eps of its dtype, and every intermediate
+    result of the torch operations that `evaluate` runs (backward too) by one eps of float32, up or down at random: Monte
+    Carlo arithmetic (Parker, 1997). Of an operation with several results the first changes by the operands' eps: that one
+    is stored in their type between forward and backward (attention's output), the others are float32 statistics. The
+    intermediates matter where results are exactly 0 for all operands, like the gradient of a softmax over one element, but
+    the terms that cancel are rounded.
 
     Args:
-        evaluate: From operands (float64 where they were floats) to exact results; inside it, say so to `outputs`.
+        evaluate: From operands (float64 where they were floats) to exact results.
         operands: Arrays in the dtypes that the kernel gets.
         seed: Seed of the signs.
 
     Returns:
-        For each result, the root mean square over the trials of |change| in units of the largest eps among the operands: for
-        a sum of products, sqrt(2 * sum of their squares). Zero where the change is not a number.
+        For each result, the root mean square over the trials of |change|, in units of the largest eps among the operands:
+        for a sum of products of one dtype, sqrt(2 * sum of their squares). Zero where the change is not a number.
     """
     rng = np.random.default_rng(seed)
     given = [array(a) for a in operands]
@@ -104,10 +111,40 @@ def sensitivity(
             moved = [
                 a * (1 + step * rng.choice((-1.0, 1.0), a.shape)) if step else a for a, step in zip(wide, steps, strict=True)
             ]
-            for name, result in evaluate(moved).items():
+            with _noise(largest, int(rng.integers(2**62))):
+                results = evaluate(moved)
+            for name, result in results.items():
                 change = (result - base[name]) / largest
                 total[name] += np.where(np.isfinite(change), change, 0.0) ** 2
         return {name: np.sqrt(t / _TRIALS) for name, t in total.items()}
+
+
+def _noise(stored: float, seed: int) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which float64 results of torch operations move up or down at random.
+
+    By eps(float32); the first of several results by `stored`.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    generator, computed = torch.Generator().manual_seed(seed), float(np.finfo(np.float32).eps)
+
+    def changed(value: Any, step: float) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float64:
+            return value
+        signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8)
+        return value * (1 - step + 2 * step * signs)
+
+    class Noise(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = func(*args, **(kwargs or {}))
+            if any(r.alias_info is not None for r in func._schema.returns):
+                return results  # a view, or written in place
+            if not isinstance(results, tuple | list):
+                return changed(results, computed)
+            return type(results)(changed(r, computed if i else stored) for i, r in enumerate(results))
+
+    return Noise()
 
 
 def array(value: Any) -> np.ndarray:
@@ -132,8 +169,10 @@ def _tensor(value: Any, exact: bool) -> Any:
     plain = array(value)
     if not _eps(plain):
         return torch.from_numpy(np.array(plain))
-    wide = torch.from_numpy(plain.astype(np.float64))
-    return wide if exact else wide.to(getattr(torch, plain.dtype.name))
+    wide = plain.astype(np.float64)
+    if exact:
+        return torch.from_numpy(np.where(np.abs(wide) < float(np.finfo(np.float32).tiny), 0.0, wide))
+    return torch.from_numpy(wide).to(getattr(torch, plain.dtype.name))
 
 
 def _eps(plain: np.ndarray) -> float:
