@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from tpukern.dsl import dims as d
 from tpukern.dsl import dtypes
 from tpukern.dsl.declaration import REQUIRED, Declaration, Parameter, each_output, unknown_keyword
 from tpukern.dsl.frozen import FrozenMapping
-from tpukern.errors import ConfigError, SignatureError
+from tpukern.errors import ConfigError, SignatureError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def bind_statics(k: Declaration, given: Mapping[str, Any]) -> FrozenMapping[Any]
     """Returns the value of every static argument.
 
     Raises:
-        ConfigError: One is unknown, missing or not hashable.
+        ConfigError: One is unknown, missing, not hashable or none of its `Literal`s.
     """
     for name, value in given.items():
         if name not in k.statics:
@@ -125,6 +125,10 @@ def bind_statics(k: Declaration, given: Mapping[str, Any]) -> FrozenMapping[Any]
         except TypeError as error:
             found = f"static argument {name!r} is a {type(value).__name__}, which has no hash"
             raise ConfigError(k.kernel, found, "a value that can be a dictionary key") from error
+        kind = k.static_types.get(name)
+        if get_origin(kind) is Literal and value not in (known := get_args(kind)):
+            do = did_you_mean(str(value), map(str, known))
+            raise ConfigError(k.kernel, f"{name} = {value!r}", f"one of {list(known)}", do)
     missing = [name for name, default in k.statics.items() if default is REQUIRED and name not in given]
     if missing:
         raise ConfigError(k.kernel, f"no value for {missing[0]!r}", "one, since it has no default")

@@ -20,6 +20,7 @@ from tpukern.dsl import F32, Block, Dim, In, Out, Override, Ref, Workload, kerne
 if TYPE_CHECKING:
     from torch import Tensor
 
+LLAMA = "meta-llama/Meta-Llama-3-8B config: hidden_size 4096, max_position_embeddings 8192"
 FUSED = "aten::_fused_rms_norm"
 FUSED_BACKWARD = f"{FUSED}_backward"
 FLOAT32_EPS = 2.0**-23  # what ATen takes when eps is None, whatever the input's dtype
@@ -115,10 +116,10 @@ def whole_impl(x: "Tensor", normalized_shape: list[int], w: "Tensor | None" = No
         Override("aten::rms_norm", impl=whole_impl, cond=whole_cond, keys=("PrivateUse1", "AutogradPrivateUse1")),
     ),
     workloads=(
-        Workload("llama3_8b_prefill", r=8192, d=4096, eps=1e-5, source="meta-llama/Meta-Llama-3-8B config: hidden_size 4096"),
-        Workload("llama3_8b_train", r=4 * 8192, d=4096, eps=1e-5, source="the same, 4 sequences of 8192"),
-        Workload("llama3_8b_train_f32", dtype="float32", r=4096, d=4096, eps=1e-5, source="the same, master precision"),
-        Workload("qwen3_8b_query_norm", r=4096 * 32, d=128, source="Qwen/Qwen3-8B config: 32 heads of head_dim 128"),
+        Workload("llama3_8b_prefill", r=8192, d=4096, eps=1e-5, source=LLAMA),
+        Workload("llama3_8b_train", r=4 * 8192, d=4096, eps=1e-5, source=LLAMA),
+        Workload("llama3_8b_train_f32", dtype="float32", r=4096, d=4096, eps=1e-5, source=LLAMA),
+        Workload("qwen3_8b_query_norm", r=4096 * 32, d=128, source="Qwen/Qwen3-8B config: 32 heads, head_dim 128"),
         Workload("qwen3_30b_a3b_prefill", r=8192, d=2048, source="Qwen/Qwen3-30B-A3B config: hidden_size 2048"),
     ),
     tolerance={"float32": 8, "bfloat16": 1},
