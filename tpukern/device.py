@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import pathlib
 import threading
+import warnings
 
 from tpukern import emulated_ops, environment, pjrt_cpu, torch_tpu_adapter
 from tpukern.errors import DeviceError
@@ -122,24 +123,26 @@ def _start_real() -> None:
     torch_tpu_adapter.check()
     torch_tpu_adapter.load()
     torch_tpu_adapter.initialize()
+    torch_tpu_adapter.hush()
 
 
 def _start_emulated() -> None:
-    pjrt_cpu.find_plugin()
+    path = pjrt_cpu.find_plugin()
     torch_tpu_adapter.check()
-    plugin = pjrt_cpu.patched_plugin()
     wants_logs = environment.value("TF_CPP_MIN_LOG_LEVEL") is not None
     changes: dict[str, str | None] = {
-        "TPU_LIBRARY_PATH": str(plugin.path),
+        "TPU_LIBRARY_PATH": str(path),
         "XLA_FLAGS": emulated_ops.xla_flags(environment.value("XLA_FLAGS")),
     }
     with environment.changed(changes | ({} if wants_logs else {"TF_CPP_MIN_LOG_LEVEL": _ERRORS_ONLY})):
+        plugin = pjrt_cpu.patched_plugin()
         torch_tpu_adapter.load()
         if not wants_logs:
             torch_tpu_adapter.quiet()
         _use_plugin(plugin)
         torch_tpu_adapter.initialize()
         _first_use()
+    torch_tpu_adapter.hush()
     emulated_ops.install()
 
 
@@ -160,5 +163,8 @@ def _use_plugin(plugin: pjrt_cpu.Plugin) -> None:
 
 def _first_use() -> None:
     torch = importlib.import_module("torch")
-    if torch.ones(2, device="tpu").sum().item() != 2.0:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*XLA_FLAGS environment variable is an experimental feature")
+        total = torch.ones(2, device="tpu").sum().item()
+    if total != 2.0:
         raise DeviceError("tpu", "the emulated device adds wrongly", "1 + 1 = 2", f"Run: {pjrt_cpu.INSTALL_COMMAND}")

@@ -3,8 +3,8 @@
 torch_tpu talks to its device through the PJRT C API, so a CPU plugin can stand in for libtpu. Two things are missing from it:
 torch_tpu asks for a client with the option ``premapped_buffer_size``, which the CPU client refuses, and it counts chips through
 the TpuTopology extension, which only libtpu has. `patched_plugin` loads the plugin and amends the table its ``GetPjrtApi``
-returns: ``PJRT_Client_Create`` drops that option, and a TpuTopology extension of one process, chip and core is put before the
-plugin's own extensions. Nothing on disk changes and no compiler is needed.
+returns: ``PJRT_Client_Create`` drops that option and asks for one device instead of four, and a TpuTopology extension of one
+process, chip and core is put before the plugin's own extensions. Nothing on disk changes and no compiler is needed.
 
 The structs follow ``xla/pjrt/c/pjrt_c_api.h`` and ``pjrt_c_api_tpu_topology_extension.h`` of OpenXLA as of PJRT C API 0.115
 (the plugin) and 0.116 (libtpu 0.0.51). A plugin of another version is refused, not guessed at.
@@ -17,7 +17,10 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import mmap
+import os
 import pathlib
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +36,8 @@ _API_VERSION = (0, 115)
 _API_BYTES = 1144
 _TPU_TOPOLOGY = 16  # PJRT_Extension_Type_TpuTopology
 _REFUSED_OPTION = b"premapped_buffer_size"
+_DEVICE_COUNT = b"cpu_device_count"
+_INT64 = 1  # PJRT_NamedValue_kInt64
 
 
 class _Extension(ctypes.Structure):
@@ -82,14 +87,16 @@ class _ClientCreateArgs(ctypes.Structure):
     )
 
 
-class _CountArgs(ctypes.Structure):
-    """The one shape that the arguments of all nine count functions have."""
-
-    _fields_ = (("struct_size", ctypes.c_size_t), ("topology", ctypes.c_void_p), ("count", ctypes.c_int32))
-
-
 _CreateFunction = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ClientCreateArgs))
-_CountFunction = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CountArgs))
+
+# A count function of the extension; its arguments are {size_t; topology*; int32 count}: count = 1, no error. It is machine code
+# since torch_tpu calls it from its compile threads while the main thread may wait for them with Python's lock held.
+_COUNT_ONE = bytes.fromhex(
+    "f30f1efa"  # endbr64
+    "c7471001000000"  # mov dword ptr [rdi+16], 1
+    "31c0"  # xor eax, eax
+    "c3"  # ret
+)
 
 
 class _TpuTopology(ctypes.Structure):
@@ -98,7 +105,7 @@ class _TpuTopology(ctypes.Structure):
     _fields_ = (
         ("base", _Extension),
         ("subslice_functions", ctypes.c_void_p * 7),
-        ("count_functions", _CountFunction * 9),  # processes, chips, cores and logical devices, whole or each
+        ("count_functions", ctypes.c_void_p * 9),  # processes, chips, cores and logical devices, whole or each
         ("coordinate_functions", ctypes.c_void_p * 15),
     )
 
@@ -160,16 +167,19 @@ def patched_plugin() -> Plugin:
         DeviceError: There is no plugin, or its table is not the one this module knows.
     """
     path = find_plugin()
+    if platform.machine() != "x86_64":
+        raise DeviceError("tpu", f"this machine is {platform.machine()}", "x86_64, for the emulated device", "")
     library = ctypes.CDLL(str(path))
     library.GetPjrtApi.restype = ctypes.c_void_p
     address = library.GetPjrtApi()
     api = _Api.from_address(address)
     _check_table(api, address)
-    create = _without_option(_CreateFunction(api.client_create))
-    topology = _one_chip(api.extension_start)
+    create = _with_own_options(_CreateFunction(api.client_create))
+    page, count_one = _executable(_COUNT_ONE)
+    topology = _one_chip(api.extension_start, count_one)
     api.client_create = ctypes.cast(create, ctypes.c_void_p).value
     api.extension_start = ctypes.addressof(topology)
-    return Plugin(path=path, api=address, held=(library, create, topology))
+    return Plugin(path=path, api=address, held=(library, create, topology, page))
 
 
 def _check_table(api: _Api, address: int) -> None:
@@ -187,11 +197,15 @@ def _check_table(api: _Api, address: int) -> None:
         )
 
 
-def _without_option(create: Any) -> Any:
+def _with_own_options(create: Any) -> Any:
+    """Wraps PJRT_Client_Create: without the option the CPU client refuses, and with one device where it would have four."""
+
     @_CreateFunction
     def client_create(args: Any) -> int | None:
         options, count = args.contents.create_options, args.contents.num_options
         kept = [option for option in options[:count] if ctypes.string_at(option.name, option.name_size) != _REFUSED_OPTION]
+        name = ctypes.cast(ctypes.c_char_p(_DEVICE_COUNT), ctypes.c_void_p)
+        kept.append(_NamedValue(ctypes.sizeof(_NamedValue), None, name, len(_DEVICE_COUNT), _INT64, 1, 1))
         array = (_NamedValue * len(kept))(*kept)
         args.contents.create_options, args.contents.num_options = ctypes.cast(array, ctypes.POINTER(_NamedValue)), len(kept)
         try:
@@ -202,15 +216,26 @@ def _without_option(create: Any) -> Any:
     return client_create
 
 
-def _one_chip(following: int | None) -> _TpuTopology:
-    @_CountFunction
-    def one(args: Any) -> None:
-        args.contents.count = 1
-
+def _one_chip(following: int | None, count_one: int) -> _TpuTopology:
     topology = _TpuTopology(base=_Extension(ctypes.sizeof(_TpuTopology), _TPU_TOPOLOGY, following))
-    for slot in range(9):
-        topology.count_functions[slot] = one
+    topology.count_functions[:] = [count_one] * len(topology.count_functions)
     return topology
+
+
+def _executable(code: bytes) -> tuple[mmap.mmap, int]:
+    """Puts machine code where it may run; returns the mapping, to be kept, and the address."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+        raise DeviceError(
+            "tpu",
+            f"this system lets no process make code at run time: {os.strerror(ctypes.get_errno())}",
+            "mprotect(PROT_EXEC) on private memory",
+            "Allow it (SELinux: execmem) for the emulated device.",
+        )
+    return page, address
 
 
 def redirect(registered: int, replacement: int, look_up: Callable[[], int | None]) -> bool:

@@ -36,6 +36,7 @@ from typing import Any
 from tpukern.errors import DeviceError, OverrideError
 
 KNOWN_VERSIONS = ("0.2.0",)
+NON_LEAF_GRAD = r"The \.grad attribute of a Tensor that is not a leaf[\s\S]*torch_tpu"
 INSTALL_COMMAND = "pip install 'tpukern[tpu]'"
 
 _KERNELS = "torch_tpu._internal.pallas.tpu_torch_pallas"
@@ -116,7 +117,7 @@ def load() -> None:
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="<TorchTpu/Performance/TcMalloc/>")
+            warnings.simplefilter("ignore")  # about their own deprecated calls, and about tcmalloc
             importlib.import_module("torch")
             importlib.import_module("torch_tpu._loader")
     except (ImportError, RuntimeError) as error:
@@ -189,6 +190,14 @@ def quiet() -> None:
         function(ctypes.c_int(_LOG_ERRORS_ONLY))
 
 
+def hush() -> None:
+    """Silences the warning about ``.grad`` that torch_tpu 0.2.0 causes, and no user, by reading a result that requires grad.
+
+    The message names the header it came from; one that PyTorch itself was built with is left alone.
+    """
+    warnings.filterwarnings("ignore", message=NON_LEAF_GRAD, category=UserWarning)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelEntry:
     """How lowered kernels reach the device.
@@ -196,11 +205,14 @@ class KernelEntry:
     Attributes:
         register: ``register(name, fingerprint, serialized, function)``.
         call: ``call(name, fingerprint, inputs, outputs) -> list of tensors``.
+        prepared: ``prepared(name, fingerprint, outputs)(inputs)`` is the same, as the tensor or a tuple of them; the fewest
+            steps on the way.
         fast: Whether these are torch_tpu's private entry points rather than its public ``jax_op``.
     """
 
     register: Callable[[str, str, bytes, Callable[..., Any] | None], None]
     call: Callable[[str, str, Sequence[Any], Sequence[Any]], list[Any]]
+    prepared: Callable[[str, str, Sequence[Any]], Callable[[Sequence[Any]], Any]]
     fast: bool
 
 
@@ -221,7 +233,12 @@ def _private_entry() -> KernelEntry:
     def call(name: str, fingerprint: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         return native_call(name, fingerprint, inputs=inputs, output_shapes=outputs)
 
-    return KernelEntry(register=register, call=call, fast=True)
+    def prepared(name: str, fingerprint: str, outputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        if len(outputs) == 1:
+            return lambda inputs: native_call(name, fingerprint, inputs=inputs, output_shapes=outputs)[0]
+        return lambda inputs: tuple(native_call(name, fingerprint, inputs=inputs, output_shapes=outputs))
+
+    return KernelEntry(register=register, call=call, prepared=prepared, fast=True)
 
 
 def _public_entry() -> KernelEntry:
@@ -243,7 +260,14 @@ def _public_entry() -> KernelEntry:
         results = operator(*inputs)
         return list(results) if isinstance(results, tuple | list) else [results]
 
-    return KernelEntry(register=register, call=call, fast=False)
+    def prepared(name: str, fingerprint: str, outputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        def run(inputs: Sequence[Any]) -> Any:
+            results = call(name, fingerprint, inputs, outputs)
+            return results[0] if len(results) == 1 else tuple(results)
+
+        return run
+
+    return KernelEntry(register=register, call=call, prepared=prepared, fast=False)
 
 
 def _identifier(text: str) -> str:
