@@ -12,15 +12,14 @@ installed after `disable` for what is still to come. Shapes survive torch.compil
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tpukern import torch_tpu_adapter
+from tpukern import routing
 from tpukern.dsl import declared, source
 from tpukern.errors import OverrideError, did_you_mean
-from tpukern.launching import CALLER
 from tpukern.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 MOST_REASONS: Final = 64  # kept for one op; the rest are counted together
 OTHER_REASONS: Final = "(other reasons)"
-TOKEN_SHAPE: Final = (1, 1, 1)
-NATIVE_FORWARD: Final = "the forward pass was ATen's own"
 
 Chosen = list[tuple["Kernel", "Override"]]
 
@@ -44,6 +41,7 @@ class Active:
         override: How.
         calls: How many calls it took.
         reasons: How many it left, by reason.
+        marked: Places of the results by which the backward pass knows ours.
         digest: Of all that its behaviour depends on.
     """
 
@@ -53,6 +51,7 @@ class Active:
         self.reasons: dict[str, int] = dict(counts.reasons) if counts else {}
         functions = tuple(f for f in (override.impl, override.cond) if f is not None)
         self.digest = source.digest(functions, repr((override.op, override.keys, override.token)))
+        self.marked: frozenset[int] = frozenset()
         self.undo: list[Callable[[], None]] = []
         self._library = torch.library.Library(self.op.partition("::")[0], "IMPL")
 
@@ -61,11 +60,11 @@ class Active:
         """Whether it is the backward pass of marked tensors."""
         return bool(self.override.token) and self.override.token[0] in {a.name for a in _overload(self)._schema.arguments}
 
-    def add(self, name: str, route: Callable[..., Any], key: str) -> None:
+    def add(self, name: str, route: Callable[..., Any], key: str, *, with_keyset: bool) -> None:
         """Registers `route` with torch."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*only once for all operators", category=UserWarning)
-            self._library.impl(name, route, key, with_keyset=True, allow_override=True)
+            self._library.impl(name, route, key, with_keyset=with_keyset, allow_override=True)
 
     def remove(self) -> None:
         """Takes everything registered back."""
@@ -180,8 +179,10 @@ def _install(active: Active, into: dict[tuple[str, str], Active] | None = None) 
     if guard is not None:
         guard.remove()
     native = torch.library.get_kernel(overload, active.key)
-    active.add(name, _route(active, schema, native), active.key)
-    if active.override.token and not active.is_guard:
+    active.marked = frozenset(routing.place(schema.returns, t) for t in active.override.token if not active.is_guard)
+    route = routing.route(active, schema, native.call_boxed)
+    active.add(name, route, active.key, with_keyset=routing.takes_keyset(active, schema))
+    if active.marked:
         _add_fake(active, overload, name)
     (REGISTRY.active if into is None else into)[active.op, active.key] = active
 
@@ -219,81 +220,15 @@ def _check_parameters(active: Active, schema: Any) -> None:
             raise OverrideError(active.kernel.name, found, str(schema).partition(" ->")[0]) from error
 
 
-# --- routing ---------------------------------------------------------------------------------------------------------
-
-
-def _route(active: Active, schema: Any, native: Any) -> Callable[..., Any]:
-    """Returns what torch calls for the op: our kernel, or the one that was there before."""
-    takes, serve = _complete(active.override.cond or _always, schema), _served(active, schema)
-    leave = native.call_boxed
-    if active.is_guard:
-        takes = _guarded(active, takes, _place(schema.arguments, active.override.token[0]))
-
-    def route(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        reason = takes(*args, **kwargs)
-        if reason is None:
-            return serve(*args, **kwargs)
-        active.refused(reason)
-        return leave(keyset, *args, **kwargs)
-
-    return route
-
-
-def _served(active: Active, schema: Any) -> Callable[..., Any]:
-    impl, op, caller = _complete(active.override.impl, schema), active.op, CALLER
-    marked = () if active.is_guard else active.override.token
-    places = frozenset(_place(schema.returns, name) for name in marked)
-
-    def serve(*args: Any, **kwargs: Any) -> Any:
-        active.calls += 1
-        outer, caller.op = caller.op, op
-        try:
-            results = impl(*args, **kwargs)
-        finally:
-            caller.op = outer
-        return tuple(_token() if at in places else r for at, r in enumerate(results)) if places else results
-
-    return serve
-
-
-def _always(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _guarded(active: Active, takes: Callable[..., str | None], at: int) -> Callable[..., str | None]:
-    def guarded(*args: Any, **kwargs: Any) -> str | None:
-        if args[at] is None or tuple(args[at].shape) != TOKEN_SHAPE:
-            return NATIVE_FORWARD
-        reason = takes(*args, **kwargs)
-        if reason is not None:
-            found = f"the override of {active.op} refuses what its forward pass took: {reason}"
-            raise OverrideError(active.kernel.name, found, "conditions on what both passes see")
-        return None
-
-    return guarded
-
-
-def _place(named: Sequence[Any], name: str) -> int:
-    return next(at for at, argument in enumerate(named) if argument.name == name)
-
-
-def _token() -> torch.Tensor:
-    return _new_token() if torch_tpu_adapter.may_be_compiling() else _kept_token()
-
-
-def _new_token() -> torch.Tensor:
-    return torch.zeros(TOKEN_SHAPE, dtype=torch.int64, device="tpu")
-
-
-_kept_token = functools.cache(_new_token)
+# --- shapes in traces ------------------------------------------------------------------------------------------------
 
 
 def _add_fake(active: Active, overload: Any, name: str) -> None:
     """Gives marked results their shape in traces too: PyTorch looks shapes up in the dispatcher, or in the op's own table."""
     meta, table = torch._C.DispatchKey.Meta, overload.py_kernels
     native = table.get(meta)
-    shapes = _fake(active, overload._schema, native or _boxed(overload, "Meta"))
-    active.add(name, lambda keyset, *args, **kwargs: shapes(*args, **kwargs), "Meta")
+    shapes = routing.shapes_with_tokens(active, overload._schema, native or _boxed(overload, "Meta"))
+    active.add(name, shapes, "Meta", with_keyset=False)
     if native is not None:
         table[meta] = shapes
         overload._dispatch_cache.clear()
@@ -308,33 +243,3 @@ def _add_fake(active: Active, overload: Any, name: str) -> None:
 def _boxed(overload: Any, key: str) -> Callable[..., Any]:
     kernel, keyset = torch.library.get_kernel(overload, key), torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return functools.partial(kernel.call_boxed, keyset)
-
-
-def _fake(active: Active, schema: Any, native: Callable[..., Any]) -> Callable[..., Any]:
-    takes = _complete(active.override.cond or _always, schema)
-    places = frozenset(_place(schema.returns, name) for name in active.override.token)
-
-    def shapes(*args: Any, **kwargs: Any) -> Any:
-        results = native(*args, **kwargs)
-        if takes(*args, **kwargs) is not None:
-            return results
-        return tuple(r.new_empty(TOKEN_SHAPE) if at in places else r for at, r in enumerate(results))
-
-    return shapes
-
-
-def _complete(function: Callable[..., Any], schema: Any) -> Callable[..., Any]:
-    """Returns `function` with the schema's defaults filled in: the dispatcher leaves out arguments that equal theirs."""
-    if function is _always:
-        return function
-    parameters = inspect.signature(function).parameters
-    optional = [a for a in schema.arguments if a.has_default_value()]
-    if all(a.name in parameters and parameters[a.name].default == a.default_value for a in optional):
-        return function
-    positional = [a.default_value if a.has_default_value() else None for a in schema.arguments if not a.kwarg_only]
-    keywords = {a.name: a.default_value for a in optional if a.kwarg_only}
-
-    def complete(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, *positional[len(args) :], **{**keywords, **kwargs})
-
-    return complete

@@ -1,0 +1,320 @@
+"""What torch calls in the place of an ATen op: asks once whether our kernel takes such a call, then remembers.
+
+`cond` and `impl` of an override may look at the shapes, dtypes and strides of tensors and at the other arguments, and at nothing
+else; torch.compile runs them once for a graph, and so do we for calls that are alike in these. Where `impl` turned out to be one
+launch of a kernel on the op's own tensors, later calls go straight to the registered kernel.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tpukern import torch_tpu_adapter
+from tpukern.errors import OverrideError, SignatureError
+from tpukern.launching import CALLER, Launch
+
+if TYPE_CHECKING:
+    from tpukern.overriding import Active
+
+MOST_KNOWN: Final = 4096  # kinds of calls of one op; then all are forgotten
+TOKEN_SHAPE: Final = (1, 1, 1)
+NATIVE_FORWARD: Final = "the forward pass was ATen's own"
+BACKEND_KEY: Final = "PrivateUse1"
+
+
+def route(active: "Active", schema: Any, leave: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function to register for an op.
+
+    Args:
+        active: The override.
+        schema: The op's.
+        leave: The kernel that was there before: `leave(keyset, *args, **kwargs)`.
+
+    Returns:
+        `route(keyset, *args, **kwargs)`; on the backend's own key `route(*args, **kwargs)`, which remembers.
+    """
+    takes, serve = _conditions(active, schema), _implementation(active, schema)
+    if active.key != BACKEND_KEY or not all(str(a.type) in _KEYS for a in schema.arguments):
+        return _plain_route(active, takes, serve, leave)
+    return _Remembering(active, schema, takes, serve, leave).generate()
+
+
+def takes_keyset(active: "Active", schema: Any) -> bool:
+    """Returns whether the function that `route` returns wants the keyset."""
+    return active.key != BACKEND_KEY or not all(str(a.type) in _KEYS for a in schema.arguments)
+
+
+def _plain_route(
+    active: "Active", takes: Callable[..., str | None], serve: Callable[..., Any], leave: Callable[..., Any]
+) -> Callable[..., Any]:
+    def plain(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tensors may be those of a trace, with symbols for sizes."""
+        reason = takes(*args, **kwargs)
+        if reason is None:
+            active.calls += 1
+            return serve(*args, **kwargs)
+        active.refused(reason)
+        return leave(keyset, *args, **kwargs)
+
+    return plain
+
+
+# --- remembering -----------------------------------------------------------------------------------------------------
+
+_TENSOR = "{0}.shape, {0}.dtype, {0}.is_contiguous() or {0}.stride()"
+_LIST, _PLAIN = "tuple({0})", "{0}"
+_OPTIONAL: Final = {"Tensor": "Optional[Tensor]"}
+_KEYS: Final = {
+    "Tensor": _TENSOR,
+    "Optional[Tensor]": f"None if {{0}} is None else ({_TENSOR})",
+    **dict.fromkeys(("List[int]", "List[SymInt]", "List[bool]", "List[float]"), _LIST),
+    **{f"Optional[List[{kind}]]": "{0} and tuple({0})" for kind in ("int", "SymInt", "bool", "float")},
+    **dict.fromkeys(("int", "SymInt", "float", "bool", "str"), _PLAIN),
+    **{f"Optional[{kind}]": _PLAIN for kind in ("int", "SymInt", "float", "bool", "str", "Dtype")},
+    "number": "{0}.__class__, {0}",
+}
+
+
+class _Remembering:
+    """What is known of the calls of one op.
+
+    Attributes:
+        direct: Kinds of calls that are one launch: the kernel's call, of the op's tensors.
+        others: Those left to the native kernel, and those that `impl` has to serve: a function of all arguments.
+    """
+
+    def __init__(
+        self, active: "Active", schema: Any, takes: Callable[..., str | None], serve: Callable[..., Any], leave: Callable[..., Any]
+    ) -> None:
+        self.active, self.schema, self.takes, self.serve = active, schema, takes, serve
+        self.leave = functools.partial(leave, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, BACKEND_KEY)))
+        self.positional = sum(not a.kwarg_only for a in schema.arguments)
+        self.keywords = [a.name for a in schema.arguments if a.kwarg_only]
+        self.tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
+        self.direct: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
+        self.others: dict[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]] = {}
+
+    def generate(self) -> Callable[..., Any]:
+        """Writes the function out for the op's own arguments: a loop over them would take longer than all the rest."""
+        arguments = self.schema.arguments
+        names = [f"a{at}" if at < self.positional else a.name for at, a in enumerate(arguments)]
+        scope: dict[str, Any] = {f"d{at}": a.default_value for at, a in enumerate(arguments) if a.has_default_value()}
+        written = [f"{name}=d{at}" if f"d{at}" in scope else name for at, name in enumerate(names)]
+        if self.keywords:
+            written.insert(self.positional, "*")
+        kinds = [str(a.type) for a in arguments]
+        strict = ", ".join(_KEYS[kind].format(name) for name, kind in zip(names, kinds, strict=True))
+        lenient = ", ".join(_KEYS[_OPTIONAL.get(kind, kind)].format(name) for name, kind in zip(names, kinds, strict=True))
+        every, tensors = ", ".join(names), ", ".join(names[at] for at in self.tensors)
+        text = f"""
+def route({", ".join(written)}):
+    try:
+        key = ({strict},)
+    except AttributeError:  # a tensor that is None
+        key = ({lenient},)
+    run = direct(key)
+    if run is None:
+        return otherwise(key, ({every},))
+    try:
+        return run([{tensors}])
+    except RuntimeError:
+        explain(key, [{tensors}])
+        raise
+"""
+        exec(text, scope | {"direct": self.direct.get, "otherwise": self.otherwise, "explain": self.explain}, scope)
+        function: Callable[..., Any] = scope["route"]
+        return function
+
+    def otherwise(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        run = self.others.get(key)
+        return run(args) if run is not None else self.learn(key, args)
+
+    def explain(self, key: tuple[Any, ...], tensors: list[Any]) -> None:
+        """Raises SignatureError if the tensors are on different devices; torch_tpu's own words name no operand."""
+        names = [self.schema.arguments[at].name for at in self.tensors]
+        kinds = {t.device.type for t in tensors if t is not None}
+        if len(kinds) > 1:
+            where = ", ".join(f"{name} on {t.device.type}" for name, t in zip(names, tensors, strict=True) if t is not None)
+            raise SignatureError(self.active.kernel.name, f"{self.active.op} got {where}", "all tensors on one device")
+
+    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args[: self.positional], dict(zip(self.keywords, args[self.positional :], strict=True))
+
+    def learn(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        """Serves a call of a new kind, and keeps how."""
+        given, keywords = self.split(args)
+        if len(self.direct) + len(self.others) >= MOST_KNOWN:
+            self.direct.clear()
+            self.others.clear()
+        self.explain(key, [args[at] for at in self.tensors])
+        reason = self.takes(*given, **keywords)
+        if reason is not None:
+            self.others[key] = self.refusing(reason)
+            return self.others[key](args)
+        self.active.calls += 1
+        outer, CALLER.launches = CALLER.launches, []
+        try:
+            results = self.serve(*given, **keywords)
+            launches = CALLER.launches
+        finally:
+            CALLER.launches = outer
+        run = _direct(launches, [args[at] for at in self.tensors], results, self.active.marked)
+        if run is not None:
+            self.direct[key] = run
+        else:
+            self.others[key] = self.serving
+        return results
+
+    def refusing(self, reason: str) -> Callable[[tuple[Any, ...]], Any]:
+        def refuse(args: tuple[Any, ...]) -> Any:
+            self.active.refused(reason)
+            given, keywords = self.split(args)
+            return self.leave(*given, **keywords)
+
+        return refuse
+
+    def serving(self, args: tuple[Any, ...]) -> Any:
+        self.active.calls += 1
+        given, keywords = self.split(args)
+        return self.serve(*given, **keywords)
+
+
+def _direct(
+    launches: Sequence[Launch], given: list[Any], results: Any, marked: frozenset[int]
+) -> Callable[[list[Any]], Any] | None:
+    """Returns what makes the same call without `impl`, if that did no more than launch one kernel on the op's tensors.
+
+    Its results have to be the kernel's outputs, numbers and None.
+
+    Args:
+        launches: What `impl` launched.
+        given: The op's tensors.
+        results: What `impl` returned, marks put in.
+        marked: Places of the marks.
+    """
+    if len(launches) != 1 or launches[0].plan.prepared.entry is None:
+        return None
+    run, tensors, outputs = launches[0].plan.run, launches[0].tensors, launches[0].outputs
+    places = [next((at for at, arg in enumerate(given) if arg is tensor), -1) for tensor in tensors]
+    if -1 in places or not places:
+        return None
+    if places != list(range(len(given))):
+        pick: Any = operator.itemgetter(*places) if len(places) > 1 else lambda tensors: (tensors[places[0]],)
+        whole = run
+        run = lambda tensors: whole(pick(tensors))  # noqa: E731
+    made = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = results if isinstance(results, tuple) else (results,)
+    sources = [next((at for at, output in enumerate(made) if output is result), None) for result in wanted]
+    if sources == list(range(len(made))) and isinstance(results, tuple) == isinstance(outputs, tuple):
+        return run
+    if any(s is None and at not in marked and isinstance(r, torch.Tensor) for at, (s, r) in enumerate(zip(sources, wanted, strict=True))):
+        return None
+    return _assembling(run, sources, [None if at in marked or sources[at] is not None else r for at, r in enumerate(wanted)], marked, results)
+
+
+def _assembling(
+    run: Callable[[list[Any]], Any], sources: list[int | None], kept: list[Any], marked: frozenset[int], results: Any
+) -> Callable[[list[Any]], Any]:
+    def assemble(tensors: list[Any]) -> Any:
+        made = run(tensors)
+        made = made if isinstance(made, tuple) else (made,)
+        mark = token() if marked else None
+        parts = [
+            made[source] if source is not None else mark if at in marked else kept[at] for at, source in enumerate(sources)
+        ]
+        return tuple(parts) if isinstance(results, tuple) else parts[0]
+
+    return assemble
+
+
+# --- what an override says -------------------------------------------------------------------------------------------
+
+
+def _always(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _conditions(active: "Active", schema: Any) -> Callable[..., str | None]:
+    takes = _complete(active.override.cond or _always, schema)
+    if not active.is_guard:
+        return takes
+    at = place(schema.arguments, active.override.token[0])
+
+    def guarded(*args: Any, **kwargs: Any) -> str | None:
+        if args[at] is None or tuple(args[at].shape) != TOKEN_SHAPE:
+            return NATIVE_FORWARD
+        reason = takes(*args, **kwargs)
+        if reason is not None:
+            found = f"the override of {active.op} refuses what its forward pass took: {reason}"
+            raise OverrideError(active.kernel.name, found, "conditions on what both passes see")
+        return None
+
+    return guarded
+
+
+def _implementation(active: "Active", schema: Any) -> Callable[..., Any]:
+    impl, op, caller, marked = _complete(active.override.impl, schema), active.op, CALLER, active.marked
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        outer, caller.op = caller.op, op
+        try:
+            results = impl(*args, **kwargs)
+        finally:
+            caller.op = outer
+        if not marked:
+            return results
+        mark = token()
+        return tuple(mark if at in marked else r for at, r in enumerate(results))
+
+    return serve
+
+
+def place(named: Sequence[Any], name: str) -> int:
+    """Returns where an argument or return of that name stands."""
+    return next(at for at, argument in enumerate(named) if argument.name == name)
+
+
+def token() -> torch.Tensor:
+    """Returns the tensor that marks what our forward pass saved. A graph has to make its own."""
+    return _new_token() if torch_tpu_adapter.may_be_compiling() else _kept_token()
+
+
+def _new_token() -> torch.Tensor:
+    return torch.zeros(TOKEN_SHAPE, dtype=torch.int64, device="tpu")
+
+
+_kept_token = functools.cache(_new_token)
+
+
+def shapes_with_tokens(active: "Active", schema: Any, native: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the fake kernel of an op whose forward pass marks results: the native one, but for their shape."""
+    takes = _complete(active.override.cond or _always, schema)
+
+    def shapes(*args: Any, **kwargs: Any) -> Any:
+        results = native(*args, **kwargs)
+        if takes(*args, **kwargs) is not None:
+            return results
+        return tuple(r.new_empty(TOKEN_SHAPE) if at in active.marked else r for at, r in enumerate(results))
+
+    return shapes
+
+
+def _complete(function: Callable[..., Any], schema: Any) -> Callable[..., Any]:
+    """Returns `function` with the schema's defaults filled in: the dispatcher leaves out arguments that equal theirs."""
+    if function is _always:
+        return function
+    parameters = inspect.signature(function).parameters
+    optional = [a for a in schema.arguments if a.has_default_value()]
+    if all(a.name in parameters and parameters[a.name].default == a.default_value for a in optional):
+        return function
+    positional = [a.default_value if a.has_default_value() else None for a in schema.arguments if not a.kwarg_only]
+    keywords: Mapping[str, Any] = {a.name: a.default_value for a in optional if a.kwarg_only}
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, *positional[len(args) :], **{**keywords, **kwargs})
+
+    return complete
