@@ -43,7 +43,7 @@ M = Block(128, 256, 512, 1024, default=512)
 N = Block(128, 256, 512, 1024, 2048, default=1024)
 K = Block(128, 256, 512, 1024, 2048, default=1024)
 
-TOLERANCE = {"float32": 16, "bfloat16": 1}
+TOLERANCE = {"float32": 32, "bfloat16": 1}  # float32: sums of some hundred products, in any order
 
 LLAMA = "meta-llama/Meta-Llama-3-8B config: hidden_size 4096 (32 heads of 128), intermediate_size 14336, vocab_size 128256"
 QWEN = "Qwen/Qwen3-8B config: hidden_size 4096, intermediate_size 12288"
