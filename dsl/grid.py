@@ -77,9 +77,10 @@ class Dim:
         if bounds is None:
             return None, None
         if not isinstance(bounds, tuple) or len(bounds) != 2:
-            raise SignatureError(
-                self._kernel, f"the span of {self.name!r} gave {bounds!r}", "None or a pair (first, one past the last)"
-            )
+            kind = "an array" if isinstance(bounds, jax.Array) else f"a {type(bounds).__name__}"
+            gave = f"{len(bounds)} values" if isinstance(bounds, tuple) else kind
+            rule = "None or a pair (first, one past the last)"
+            raise SignatureError(self._kernel, f"the span of {self.name!r} gave {gave}", rule)
         return bounds
 
     def positions(self, shape: tuple[int, ...], axis: int) -> jax.Array:

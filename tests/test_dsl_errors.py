@@ -1,7 +1,7 @@
 """Every error that a kernel's author or caller can cause, message whole."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -506,6 +506,11 @@ def row(x: Ref = In("_ r"), y: Ref = Out("_ r"), *, r: Dim = Block(8, 128)) -> N
 
 
 @kernel
+def activated(x: Ref = In("r d"), y: Ref = Out("r d"), *, act: Literal["relu", "gelu"] = "relu", r: Dim = Block(8)) -> None:
+    y[...] = x[...]
+
+
+@kernel
 def all_integer(x: Ref = In("r d", "int32"), y: Ref = Out("r d"), *, r: Dim = Block(8)) -> None:
     y[...] = x[...]
 
@@ -640,6 +645,13 @@ CALLS: dict[str, tuple[Kernel, tuple[Any, ...], dict[str, Any], type[Exception],
         {"epz": 1.0},
         ConfigError,
         "rms_norm[config]: no keyword 'epz'; expected one of ['eps', 'block_r']. Did you mean 'eps'.",
+    ),
+    "static_of_literals": (
+        activated,
+        (X,),
+        {"act": "rely"},
+        ConfigError,
+        "activated[config]: act = 'rely'; expected one of ['relu', 'gelu']. Did you mean 'relu'.",
     ),
     "missing_static": (
         scaled,

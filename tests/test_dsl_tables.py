@@ -1,6 +1,7 @@
 """Tables in SMEM, looked-up axes, spans: what decides at run time which block a step sees."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -241,18 +242,21 @@ def test_span_that_begins_past_the_end_is_empty(rows: int, keys: int) -> None:
     assert_close(after(x, z), want)
 
 
-@kernel
-def bad_span(
-    x: Ref = In("i j"), y: Ref = Out("i _", init=0.0), *, i: Dim = Block(128), j: Dim = Block(128, span=lambda i: i.stop)
-) -> None:
-    y[...] += jnp.sum(x[...], axis=1, keepdims=True)
+@pytest.mark.parametrize(
+    ("span", "gave"),
+    [(lambda i: i.stop, "an array"), (lambda i: (0, 1, i.stop), "3 values"), (lambda i: [0, 1], "a list")],
+    ids=["array", "three", "list"],
+)
+def test_span_of_the_wrong_form(span: Callable[[Dim], Any], gave: str) -> None:
+    @kernel
+    def f(x: Ref = In("i j"), y: Ref = Out("i _", init=0.0), *, i: Dim = Block(128), j: Dim = Block(128, span=span)) -> None:
+        y[...] += jnp.sum(x[...], axis=1, keepdims=True)
 
-
-def test_span_of_the_wrong_form() -> None:
     with pytest.raises(SignatureError) as caught:
-        bad_span(normal(256, 256), block_i=128)
-    assert "bad_span[signature]: the span of 'j' gave " in str(caught.value)
-    assert str(caught.value).endswith("; expected None or a pair (first, one past the last).")
+        f(normal(256, 256))
+    assert (
+        str(caught.value) == f"f[signature]: the span of 'j' gave {gave}; expected None or a pair (first, one past the last)."
+    )
 
 
 @kernel
