@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, final, overload
 
@@ -40,6 +41,7 @@ class Kernel:
         doc: Its docstring.
         vmem_limit_bytes: VMEM it asks for, if more than the chip gives by itself.
         reject: `(config, signature, target)` to the reason why that config is no good, or None.
+        declared_at: When, in seconds since the epoch: source files changed later are not what runs.
         gradient: The backward kernel, or None.
         forward: The kernel that this one is the gradient of, or None.
         torch_op, torch_call, torch_launch: What dispatch keeps here, so that calls on torch tensors need not look for it.
@@ -64,6 +66,7 @@ class Kernel:
         self.declaration, self.fn, self.frontend, self.doc = declaration, fn, frontend, inspect.getdoc(fn) or ""
         self.reference, self.overrides, self.workloads, self.tolerance = reference, overrides, workloads, tolerance
         self.build, self.vmem_limit_bytes, self.reject = build, vmem_limit_bytes, reject
+        self.declared_at = time.time()
         self.gradient: Kernel | None = None
         self.forward: Kernel | None = None
         self.torch_op: Any = None

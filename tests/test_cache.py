@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tpukern import cache as caching
-from tpukern import compiling
+from tpukern import compiling, environment
 from tpukern.cache import Cache
 from tpukern.targets import TARGETS
 from tpukern.value_names import Unkeyable, canonical, stable
@@ -415,6 +415,41 @@ def test_the_key_reacts_to_jax_settings(keyed):
     before = key(kernel)
     with jax.default_matmul_precision("highest"):
         assert key(kernel) != before
+
+
+def touch(path, seconds_from_now):
+    moment = time.time() + seconds_from_now
+    os.utime(path, (moment, moment))
+
+
+def test_source_changed_after_it_was_loaded_is_outdated(keyed):
+    kernel = keyed.load()
+    helper = keyed.folder / "keyed_helper.py"
+    assert not caching.is_outdated(kernel)
+    time.sleep(0.05)
+    touch(helper, 0)
+    assert caching.is_outdated(kernel)
+    again = keyed.load()
+    assert not caching.is_outdated(again)
+    touch(helper, 86_400)  # the clock of the machine that wrote it is ahead
+    assert not caching.is_outdated(again)
+
+
+def test_our_own_source_changed_after_it_was_loaded_is_outdated(keyed, monkeypatch):
+    kernel = keyed.load()
+    monkeypatch.setattr(environment, "LOADED_AT", time.time() - 10 * 365 * 86_400)
+    assert caching.is_outdated(kernel)
+
+
+def test_results_of_outdated_source_are_neither_looked_up_nor_kept(keyed, monkeypatch, tmp_path):
+    """The file says one thing and the process runs another: its result must not be filed under what the file says."""
+    monkeypatch.setenv("TPUKERN_CACHE_DIR", str(tmp_path / "cache"))
+    job = compiling.Job(bound=keyed.load().bind(jax.ShapeDtypeStruct((32, 128), "float32")), target=TARGETS["v5e"])
+    assert compiling._Run([job], {}, None).keys[0] is not None
+    time.sleep(0.05)
+    (keyed.folder / "keyed_helper.py").write_text(HELPER.replace("*", "+"))
+    assert compiling._Run([job], {}, None).keys == [None]
+    assert compiling._Run([job], {}, None).look_up() == [0]
 
 
 def test_our_own_sources_are_the_whole_road():

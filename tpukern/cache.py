@@ -18,7 +18,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tpukern import environment
@@ -29,13 +29,37 @@ _PRUNE_EVERY = 64  # writes
 _STALE_TEMP_S = 3600.0
 
 
+def _road_files() -> list[pathlib.Path]:
+    folder = pathlib.Path(__file__).parent
+    names = ("jax_adapter.py", "lowering.py", "compiling.py", "worker.py", "targets.py", "environment.py")
+    return sorted([*(folder / name for name in names), *(folder / "dsl").glob("*.py")])
+
+
 @functools.cache
 def road_digest() -> str:
     """Digest of tpukern's own sources between a kernel and its machine code."""
-    folder = pathlib.Path(__file__).parent
-    names = ("jax_adapter.py", "lowering.py", "compiling.py", "worker.py", "targets.py", "environment.py")
-    files = sorted([*(folder / n for n in names), *(folder / "dsl").glob("*.py")])
-    return digest([[f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in files])
+    return digest([[f.name, hashlib.sha256(f.read_bytes()).hexdigest()] for f in _road_files()])
+
+
+def is_outdated(kernel: Any) -> bool:
+    """Whether a source file that a kernel's code comes from was changed after this process had loaded it.
+
+    What runs is then not what the digests of the files say, so its results must be neither looked up nor kept.
+    """
+    own = getattr(kernel, "source_files", tuple)()
+    declared_at = getattr(kernel, "declared_at", environment.LOADED_AT)
+    return _changed(_road_files(), environment.LOADED_AT) or _changed(own, declared_at)
+
+
+def _changed(files: Iterable[pathlib.Path], since: float) -> bool:
+    for file in files:
+        try:
+            changed_at = file.stat().st_mtime
+        except OSError:
+            return True
+        if since < changed_at <= time.time():  # a time to come is another machine's clock
+            return True
+    return False
 
 
 def interpreter() -> str:

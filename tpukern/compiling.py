@@ -192,9 +192,10 @@ class _Run:
 
     def _key(self, job: Job) -> dict[str, Any] | None:
         try:
-            return key(job.bound, job.target, self.options)
+            name = key(job.bound, job.target, self.options)
         except value_names.Unkeyable:
             return None
+        return None if caching.is_outdated(job.bound.kernel) else name
 
     def look_up(self) -> list[int]:
         """Gives results to the jobs that the cache knows, and returns the others, each meaning once."""

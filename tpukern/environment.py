@@ -7,9 +7,12 @@ import contextlib
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Iterator, Mapping
 
 from tpukern.errors import ConfigError
+
+LOADED_AT = time.time()  # seconds since the epoch; everything of tpukern that traces is imported after this module
 
 _REMOVED_FROM_WORKERS = (
     "TPU_LIBRARY_PATH",  # may point at a CPU plugin: no topology could be described
