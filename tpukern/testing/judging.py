@@ -1,0 +1,276 @@
+"""Whether a result is right: the exact reference, what float32 may do to it, and what NaN and Inf may do to it.
+
+Three rules beyond the error metric (`ulp`), so that only the kernel's faults count.
+
+1. **Overflow.** A kernel computes in float32, the reference in float64. An element may be anything where the reference
+   evaluated in float32 is no better than the bound; and it may be NaN or Inf where the product of the operands' largest
+   magnitudes is beyond float32: some order of multiplying them overflows.
+2. **NaN and Inf among the operands.** They are also replaced by several finite values. Output elements that do not move
+   with these do not depend on the special operands and have to be right. Those that move are to be NaN where the reference
+   is NaN, and Inf or NaN where it is Inf; where it is finite all the same (an Inf that is masked out, or divided by), NaN is
+   allowed too: a product at HIGHEST turns Inf into NaN. NaN is also allowed in elements that do not move but belong to the
+   same batch entry: 0 * NaN. Gradients that move may be anything; ATen itself is not consistent there.
+3. **Subnormals** among the operands count as zero (`reference`), and results below the smallest normal number may be zero.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tpukern.dsl.signature import Operand
+from tpukern.errors import ParityError
+from tpukern.testing import reference, ulp
+from tpukern.testing.programs import Plan
+from tpukern.testing.reference import Arrays
+from tpukern.testing.strategies import axis_of, batch_dims
+
+_QUICK, _THOROUGH = 3, 24  # trials
+_STANDINS: Final = (0.75, -1.25, 2.5, -0.375)
+_LARGEST: Final = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a kernel promises.
+
+    Attributes:
+        by: ULPs by the name of a result, or by dtype.
+    """
+
+    by: dict[str, float]
+
+    def of(self, o: Operand) -> float:
+        """Returns the bound of one result."""
+        return self.by.get(o.name, self.by.get(o.dtype, self.by["*"]))
+
+
+def bounds(kernel: Any) -> Bounds:
+    """Returns the bounds of a kernel: its `tolerance`, a number or numbers by dtype or result; 16 if it says nothing."""
+    given = kernel.tolerance
+    table = dict(given) if isinstance(given, dict) else {} if given is None else {"*": float(given)}
+    return Bounds(by={"*": 16.0, **{str(name): float(value) for name, value in table.items()}})
+
+
+def reduction(plan: Plan, o: Operand) -> int:
+    """Returns the length of the longest sum that leads to a result, as far as the declaration tells."""
+    k, sizes = plan.kernel.declaration, plan.signature.sizes
+    declared = k.operand(o.name) or k.operand(o.name[1:])
+    names = set(declared.names) if declared else set()
+    summed = int(np.prod([max(1, sizes[n]) for n in k.grid if n not in names] or [1]))
+    whole = [sizes[n] for n in sizes if n not in k.dims]
+    return max([summed, *whole])
+
+
+class Oracle:
+    """What one input of a program should give; each part is computed when it is first asked for.
+
+    Args:
+        plan: What the program computes.
+        operands: Inputs, then cotangents.
+
+    Raises:
+        ParityError: The reference cannot tell.
+    """
+
+    def __init__(self, plan: Plan, operands: Sequence[np.ndarray]) -> None:
+        self.plan, self.operands = plan, list(operands)
+        self.finite = all(_finite(a) for a in self.operands)
+        self._sensitivities: dict[int, Arrays] = {}
+
+    def evaluate(self, operands: Sequence[Any], *, exact: bool = True) -> Arrays:
+        """Evaluates the reference on operands in place of the program's own."""
+        plan = self.plan
+        count = len(plan.signature.inputs)
+        inputs, given = list(operands[:count]), dict(zip(plan.cotangents, operands[count:], strict=False))
+        if plan.backward is None:
+            return reference.outputs(plan.kernel, plan.signature, inputs, exact=exact)
+        found = reference.gradients(plan.kernel, plan.signature, inputs, given, exact=exact, with_outputs=True)
+        return {name: found[name] for name in plan.names if name in found}
+
+    @functools.cached_property
+    def exact(self) -> Arrays:
+        """The exact results."""
+        return self.evaluate(self.operands)
+
+    @functools.cached_property
+    def single(self) -> Arrays:
+        """The results of the reference in float32."""
+        wide = [a.astype(np.float32) if _floating(a) else a for a in self.operands]
+        try:
+            return self.evaluate(wide, exact=False)
+        except ParityError:
+            return {}
+
+    @functools.cached_property
+    def native(self) -> Arrays:
+        """The results of the reference in the operands' own dtypes; none where ATen has no such op."""
+        try:
+            return self.evaluate(self.operands, exact=False)
+        except ParityError:
+            return {}
+
+    @functools.cached_property
+    def replaced(self) -> list[Arrays]:
+        """The exact results for finite numbers in the place of NaN and Inf."""
+        return [self.evaluate(self._standing_in(turn)) for turn in range(len(_STANDINS))]
+
+    def _standing_in(self, turn: int) -> list[np.ndarray]:
+        return [np.where(np.isfinite(a), a, np.asarray(_STANDINS[turn], a.dtype)) if _floating(a) else a for a in self.operands]
+
+    def sensitivity(self, name: str, trials: int) -> np.ndarray:
+        """Returns how far a result moves when everything is rounded; finite numbers stand in for NaN and Inf."""
+        if trials not in self._sensitivities:
+            start = self.operands if self.finite else self._standing_in(0)
+            seed = [trials, len(self.operands)]
+            self._sensitivities[trials] = reference.sensitivity(self.evaluate, start, seed, trials=trials)
+        return self._sensitivities[trials][name]
+
+    @functools.cached_property
+    def amplification(self) -> float:
+        """The product of the operands' largest magnitudes."""
+        return ulp.amplification(self.operands)
+
+    # --- judging
+
+    def judge(self, o: Operand, got: np.ndarray, bound: float, worst_yet: float = 0.0) -> ulp.Error | None:
+        """Judges one result.
+
+        Args:
+            o: The result.
+            got: What the kernel gave.
+            bound: Its bound in ULPs.
+            worst_yet: Errors beyond it are looked at more closely, as those beyond the bound are: the first look at the
+                sensitivity is a coarse one.
+
+        Returns:
+            The worst element; None if the reference does not give this result.
+        """
+        if o.name not in self.exact:
+            return None
+        if got.size == 0:
+            return ulp.Error(ulps=0.0)
+        want = self.exact[o.name] if self.finite else self._where_right(o, got)
+        errors = self._errors(o, got, want, _QUICK)
+        if errors.max() > min(bound, max(worst_yet, bound / 16)):
+            errors = self._errors(o, got, want, _THOROUGH)
+        if errors.max() > bound:
+            errors = np.where(self._excused(o, got, want, bound), 0.0, errors)
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(errors)), errors.shape))
+        wrong = int(np.count_nonzero(np.isinf(errors)))
+        return ulp.Error(ulps=float(errors[at]), index=at, got=float(got[at]), want=float(want[at]), wrong_kind=wrong)
+
+    def _errors(self, o: Operand, got: np.ndarray, want: np.ndarray, trials: int) -> np.ndarray:
+        moved = self.sensitivity(o.name, _QUICK)
+        if trials != _QUICK:
+            moved = np.maximum(moved, self.sensitivity(o.name, trials))
+        errors, _ = ulp.per_element(
+            got, want, reduction=reduction(self.plan, o), sensitivity=moved, amplified=self.amplification
+        )
+        return errors
+
+    def _excused(self, o: Operand, got: np.ndarray, want: np.ndarray, bound: float) -> np.ndarray:
+        """Returns which elements the rule of overflow lets pass."""
+        excused = np.zeros(got.shape, bool)
+        if self.amplification * reduction(self.plan, o) >= _LARGEST:
+            excused |= ~np.isfinite(got.astype(np.float64))
+        single = self.single.get(o.name)
+        if single is not None and self.finite:
+            errors, _ = ulp.per_element(
+                single,
+                want,
+                reduction=reduction(self.plan, o),
+                sensitivity=self.sensitivity(o.name, _THOROUGH),
+                amplified=self.amplification,
+            )
+            scale = float(np.finfo(np.float32).eps) / float(ulp.ml_dtypes.finfo(got.dtype).eps)
+            excused |= errors * scale > bound
+        return excused
+
+    def _where_right(self, o: Operand, got: np.ndarray) -> np.ndarray:
+        """Returns what is wanted when operands are NaN or Inf: `got` itself wherever the rules allow it."""
+        want, standins = self.exact[o.name], [r[o.name] for r in self.replaced]
+        moves = np.zeros(want.shape, bool)
+        with np.errstate(all="ignore"):
+            for other in standins[1:]:
+                moves |= np.abs(other - standins[0]) > 1e-12 * np.maximum(np.abs(standins[0]), np.abs(other))
+        result = got.astype(np.float64)
+        nan = np.isnan(result)
+        if o.name not in {x.name for x in self.plan.signature.outputs}:
+            allowed = moves | (nan & self._same_batch(o))
+        else:
+            allowed = moves & (nan | np.isfinite(want)) | (nan & self._same_batch(o))
+        return np.where(allowed, result, np.where(moves, want, standins[0]))
+
+    def _same_batch(self, o: Operand) -> np.ndarray:
+        """Returns which elements share a batch entry with a NaN or Inf: 0 times that is NaN."""
+        k, signature = self.plan.kernel.declaration, self.plan.signature
+        declared = k.operand(o.name) or k.operand(o.name[1:])
+        shared = np.zeros(o.shape, bool)
+        names = [*(x.name for x in k.inputs), *self.plan.cotangents]
+        for name, array in zip(names, self.operands, strict=False):
+            source = k.operand(name)
+            if not _floating(array) or _finite(array) or source is None or declared is None:
+                continue
+            common = [n for n in batch_dims(self.plan.kernel) if n in source.names and n in declared.names]
+            places = _mask_along(source, common, signature, ~np.isfinite(array.astype(np.float64)))
+            shared |= spread(declared, common, signature, places, o.shape)
+        return shared
+
+
+def _mask_along(source: Any, common: list[str], signature: Any, mask: np.ndarray) -> np.ndarray:
+    """Returns the mask over the common dims: whether any element there is set."""
+    split, labels = _split(source, common, signature, mask.shape)
+    wide = mask.reshape(split)
+    keep = [labels.index(n) for n in common]
+    out = wide.any(axis=tuple(i for i in range(wide.ndim) if i not in keep))
+    ranks = [sorted(keep).index(i) for i in keep]
+    return np.asarray(out).transpose(ranks) if keep else np.asarray(out)
+
+
+def spread(declared: Any, common: list[str], signature: Any, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a mask over the common dims as one over an array of `shape`, declared as `declared`."""
+    split, labels = _split(declared, common, signature, shape)
+    at = [labels.index(n) for n in common]
+    ordered = places.transpose([int(i) for i in np.argsort(at)]) if at else places
+    wide = ordered.reshape([n if i in at else 1 for i, n in enumerate(split)])
+    return np.broadcast_to(wide, split).reshape(shape)
+
+
+def _split(o: Any, common: list[str], signature: Any, shape: tuple[int, ...]) -> tuple[list[int], list[str]]:
+    """Returns a shape in which every common dim has one axis of its own, and the dims of its axes (empty for others)."""
+    spans = []
+    for name in common:
+        found = axis_of(o, name, signature)
+        assert found is not None
+        spans.append((found[0].start, found[0].stop, found[1], name))
+    split: list[int] = []
+    labels: list[str] = []
+    at = 0
+    axes = sorted({(start, stop): None for start, stop, _, _ in spans})
+    for start, stop in axes:
+        split += shape[at:start]
+        labels += [""] * (start - at)
+        here = [s for s in spans if s[:2] == (start, stop)]
+        parts = here[0][2]
+        if parts:
+            group = next(axis.names for axis in o.axes if getattr(axis, "names", None) and here[0][3] in axis.names)
+            split += parts
+            labels += [n if n in common else "" for n in group]
+        else:
+            split.append(int(np.prod(shape[start:stop])))
+            labels.append(here[0][3])
+        at = stop
+    split += shape[at:]
+    labels += [""] * (len(shape) - at)
+    return split, labels
+
+
+def _floating(array: np.ndarray) -> bool:
+    return not (np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_)
+
+
+def _finite(array: np.ndarray) -> bool:
+    return not _floating(array) or bool(np.isfinite(array.astype(np.float64)).all())

@@ -1,0 +1,432 @@
+"""The questions of a verdict, one function each: a session and a case to findings."""
+
+import dataclasses
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from tpukern.dsl import Kernel, using
+from tpukern.errors import LowerError, ParityError, SignatureError, TpukernError
+from tpukern.targets import Target
+from tpukern.targets import target as target_named
+from tpukern.testing import jaxprs, judging, programs, reference, strategies
+from tpukern.testing.findings import Finding, Worst
+from tpukern.testing.judging import Oracle
+from tpukern.testing.programs import Plan, Program, Programs
+from tpukern.testing.strategies import Case, Point
+
+CHIP: Final = target_named("v5e")  # whose arithmetic is applied: no chip but v4 rounds more coarsely
+_STEPS: Final = (2.0**-13, 2.0**-14)  # of finite differences
+
+
+class Session:
+    """What the questions about one kernel share.
+
+    Args:
+        kernel: A forward kernel.
+        directions: Which of `forward` and `backward` are asked about.
+        timeout: Seconds that one run of a program, or one simulation, may take.
+
+    Attributes:
+        bounds: What the kernel promises.
+        programs: Its compiled programs, with the arithmetic of `CHIP`.
+        worst: The largest errors so far, by result and element type.
+    """
+
+    def __init__(self, kernel: Kernel, directions: Sequence[str] = ("forward", "backward"), timeout: float = 60.0) -> None:
+        self.kernel, self.timeout = kernel, timeout
+        self.directions = tuple(d for d in directions if d in kernel.directions)
+        self.bounds = judging.bounds(kernel)
+        self.gradient = "backward" in self.directions
+        self.programs = Programs(kernel, CHIP, gradient=self.gradient, timeout=timeout)
+        self.worst: dict[tuple[str, str], Worst] = {}
+
+    def direction_of(self, plan: Plan, name: str) -> str:
+        """Returns the direction that a result belongs to."""
+        return "forward" if name in {o.name for o in plan.signature.outputs} else "backward"
+
+    def results_of(self, plan: Plan) -> list[Any]:
+        """Returns the results of a plan in the directions asked about."""
+        backward = () if plan.backward is None else plan.backward.outputs
+        return [o for o in (*plan.signature.outputs, *backward) if self.direction_of(plan, o.name) in self.directions]
+
+
+def refused(session: Session, case: Case, name: str, error: Exception) -> Finding | None:
+    """Returns what an exception on the way to a result means; None if it is allowed to the kernel."""
+    point = case.point
+    if point.empty and isinstance(error, SignatureError | ParityError):
+        return None  # sums over nothing are the reference's
+    if isinstance(error, LowerError) and "states" in error.found:
+        return Finding(property="arithmetic", direction=_blamed(session, error), what=str(error), case=case)
+    if isinstance(error, TpukernError):
+        return Finding(property=name, direction=_blamed(session, error), what=str(error), case=case)
+    last = traceback.extract_tb(error.__traceback__)
+    at = next((f"{f.name}, line {f.lineno}" for f in reversed(last) if f.filename in _own_files(session.kernel)), "")
+    what = f"it raises {type(error).__name__}{f' in {at}' if at else ''}: {_first_line(error)}"
+    return Finding(property=name, direction=_blamed(session, error), what=what, case=case)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+
+
+@functools.lru_cache(maxsize=64)
+def _own_files(kernel: Kernel) -> frozenset[str]:
+    return frozenset(str(path) for path in kernel.source_files())
+
+
+def _blamed(session: Session, error: Exception) -> str:
+    """Returns the direction whose kernel an exception comes from."""
+    gradient = session.kernel.gradient
+    if gradient is None or "forward" not in session.directions:
+        return session.directions[-1]
+    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    inner = {gradient.fn.__name__}
+    subject = getattr(error, "subject", "")
+    return "backward" if names & inner or subject in inner or subject == gradient.name else "forward"
+
+
+# --- values
+
+
+def parity(session: Session, case: Case, *, name: str = "parity", program: Program | None = None) -> Finding | None:
+    """Outputs and gradients agree with the reference, computed with the chip's arithmetic."""
+    try:
+        program = program or session.programs[case.point]
+        operands = program.plan.operands(case)
+        results = program.run(operands)
+        return judged(session, program.plan, case, operands, results, name)
+    except Exception as error:
+        return refused(session, case, name, error)
+
+
+def judged(
+    session: Session, plan: Plan, case: Case, operands: Sequence[np.ndarray], results: reference.Arrays, name: str
+) -> Finding | None:
+    """Returns the worst result that is beyond its bound, and notes the errors of all."""
+    oracle, found = Oracle(plan, operands), None
+    for o in session.results_of(plan):
+        if o.name not in results:
+            continue
+        bound, key = session.bounds.of(o), (o.name, case.point.dtype)
+        before = session.worst.get(key)
+        error = oracle.judge(o, results[o.name], bound, before.ulps if before else 0.0)
+        if error is None:
+            continue
+        direction = session.direction_of(plan, o.name)
+        if error.ulps > bound or np.isnan(error.ulps):
+            what = f"{o.name} is off by {error}; the bound is {bound:g}"
+            if found is None or error.ulps > (found.ulps or 0):
+                found = Finding(
+                    property=name, direction=direction, what=what, case=case, output=o.name, ulps=error.ulps, bound=bound,
+                    got=error.got, want=error.want,
+                )  # fmt: skip
+        elif before is None or error.ulps > before.ulps:
+            session.worst[key] = dataclasses.replace(
+                before or Worst(output=o.name, direction=direction, dtype=case.point.dtype, ulps=0.0, bound=bound),
+                ulps=error.ulps,
+                case=case,
+            )
+    return found
+
+
+def native(session: Session, case: Case) -> None:
+    """Notes how far ATen is off, in the operands' own dtype, on a case of finite values."""
+    program = session.programs[case.point]
+    oracle = Oracle(program.plan, program.plan.operands(case))
+    if not oracle.finite:
+        return
+    for o in session.results_of(program.plan):
+        key = (o.name, case.point.dtype)
+        got, known = oracle.native.get(o.name), session.worst.get(key)
+        if got is None or known is None or got.size == 0 or got.dtype.name != o.dtype:
+            continue
+        error = oracle.judge(o, got, session.bounds.of(o), known.native or 0.0)
+        if error is not None and np.isfinite(error.ulps):
+            session.worst[key] = dataclasses.replace(known, native=max(known.native or 0.0, error.ulps))
+
+
+def configs_agree(session: Session, case: Case, *, count: int, seed: int) -> Iterator[Finding | None]:
+    """Every config gives the reference's results. Yields one answer a config."""
+    rng, tried = np.random.default_rng([seed, 7]), {case.point}
+    for turn in range(4 * count):
+        if len(tried) > count:
+            return
+        form = "largest" if turn == 0 else "drawn"
+        try:
+            point = strategies.with_configs(session.kernel, case.point, form, rng)
+        except TpukernError:
+            continue
+        if point in tried:
+            continue
+        tried.add(point)
+        other = dataclasses.replace(case, point=point)
+        yield parity(session, other, name="configs_agree")
+
+
+def finite_difference(session: Session, case: Case) -> Finding | None:
+    """The reference's gradient, which the kernel's is compared with, is that of finite differences.
+
+    Along one random direction, in float64. Where the differences of two step widths disagree the op is not smooth there, and
+    nothing is said.
+    """
+    plan = programs.plan(session.kernel, case.point)
+    oracle = Oracle(plan, plan.operands(case))
+    count, rng = len(plan.signature.inputs), np.random.default_rng([case.seed, 11])
+    inputs = [a.astype(np.float64) if np.issubdtype(oracle_dtype(a), np.floating) else a for a in oracle.operands[:count]]
+    moved = {f"d{o.name}" for o in (plan.backward.outputs if plan.backward else ()) for o in [o]}
+    wanted = {o.name[1:] for o in plan.backward.outputs} if plan.backward else set()
+    names = [o.name for o in plan.signature.inputs]
+    along = [rng.standard_normal(a.shape) if n in wanted else None for n, a in zip(names, inputs, strict=True)]
+    del moved
+
+    def loss(step: float) -> float:
+        at = [a if v is None else a + step * v for a, v in zip(inputs, along, strict=True)]
+        outputs = reference.outputs(session.kernel, plan.signature, at)
+        pairs = zip(plan.cotangents, oracle.operands[count:], strict=True)
+        return float(sum(np.sum(outputs[name] * dy.astype(np.float64)) for name, dy in pairs if name in outputs))
+
+    parts = [np.sum(oracle.exact[f"d{n}"] * v) for n, v in zip(names, along, strict=True) if v is not None]
+    sizes = [np.sum((oracle.exact[f"d{n}"] * v) ** 2) for n, v in zip(names, along, strict=True) if v is not None]
+    slope, scale = float(sum(parts)), float(np.sqrt(sum(sizes))) + 1e-30
+    wide, narrow = ((loss(h) - loss(-h)) / (2 * h) for h in _STEPS)
+    if abs(wide - narrow) > 1e-3 * scale or abs(narrow - slope) <= 1e-2 * scale:
+        return None
+    what = f"along a random direction the reference's gradient is {slope:.6g} and the finite difference {narrow:.6g}"
+    return Finding(property="finite_difference", direction="backward", what=what, case=case, got=slope, want=narrow)
+
+
+def oracle_dtype(array: np.ndarray) -> Any:
+    """Returns float64 for every kind of float, else the array's dtype."""
+    integer = np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_
+    return array.dtype if integer else np.dtype(np.float64)
+
+
+def deterministic(session: Session, case: Case, *, again: bool = False) -> Finding | None:
+    """The same call gives the same bits: run twice, and (`again`) traced and compiled anew."""
+    try:
+        program = session.programs[case.point]
+        operands = program.plan.operands(case)
+        first, second = program.run(operands), program.run(operands)
+        how = "in two runs of one program"
+        if again and not (difference := _differs(first, second)):
+            how = "traced twice"
+            second = Program(programs.plan(session.kernel, case.point, gradient=session.gradient), CHIP).run(operands)
+        difference = _differs(first, second)
+    except Exception as error:
+        return refused(session, case, "deterministic", error)
+    if difference is None:
+        return None
+    name, at = difference
+    got, want = float(first[name][at]), float(second[name][at])
+    what = f"not deterministic: {how} {name}{list(at)} is {got!r} and {want!r}"
+    direction = session.direction_of(program.plan, name)
+    return Finding(property="deterministic", direction=direction, what=what, case=case, output=name, got=got, want=want)
+
+
+def _differs(first: reference.Arrays, second: reference.Arrays) -> tuple[str, tuple[int, ...]] | None:
+    for name, a in first.items():
+        same = (a == second[name]) | ((a != a) & (second[name] != second[name]))
+        if not same.all():
+            return name, tuple(int(i) for i in np.argwhere(~same)[0])
+    return None
+
+
+def batch_invariant(session: Session, case: Case) -> Iterator[Finding | None]:
+    """An entry of a dim that nothing is summed over gives the same bits whatever the other entries hold.
+
+    The declaration claims it of every grid dim that all outputs have. The other entries hold other numbers, then NaN.
+    """
+    try:
+        program = session.programs[case.point]
+        operands = program.plan.operands(case)
+        base = program.run(operands)
+    except Exception as error:
+        yield refused(session, case, "batch_invariant", error)
+        return
+    plan = program.plan
+    for name in strategies.batch_dims(session.kernel):
+        if plan.signature.sizes[name] < 2:
+            continue
+        for filling in ("other", "nan"):
+            changed, kept = _with_other_entries(plan, operands, name, filling, case.seed)
+            results = program.run(changed)
+            yield _same_entries(plan, case, base, results, name, kept, filling)
+
+
+def _entries(plan: Plan, operand: Any, name: str, shape: tuple[int, ...], kept: np.ndarray) -> np.ndarray | None:
+    """Returns which elements of an operand belong to the kept entries of a dim; None if it has no such dim."""
+    if name not in operand.names:
+        return None
+    return judging.spread(operand, [name], plan.signature, kept, shape)
+
+
+def _with_other_entries(
+    plan: Plan, operands: Sequence[np.ndarray], name: str, filling: str, seed: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    k, rng = plan.kernel.declaration, np.random.default_rng([seed, 13])
+    kept = np.arange(plan.signature.sizes[name]) % 2 == 0
+    changed = []
+    for o, array in zip(k.inputs, operands, strict=False):
+        mine = _entries(plan, o, name, array.shape, kept)
+        if mine is None or np.issubdtype(array.dtype, np.integer):
+            changed.append(array)
+            continue
+        other = np.full(array.shape, np.nan) if filling == "nan" else rng.standard_normal(array.shape)
+        changed.append(np.where(mine, array, other.astype(array.dtype)))
+    return [*changed, *operands[len(changed) :]], kept
+
+
+def _same_entries(
+    plan: Plan, case: Case, base: reference.Arrays, results: reference.Arrays, name: str, kept: np.ndarray, filling: str
+) -> Finding | None:
+    for o in plan.kernel.declaration.outputs:
+        mine = _entries(plan, o, name, base[o.name].shape, kept)
+        if mine is None:
+            continue
+        a, b = base[o.name], results[o.name]
+        wrong = mine & ~((a == b) | ((a != a) & (b != b)))
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            what = f"{o.name}{list(at)} is {float(a[at])!r}, and {float(b[at])!r} when other entries of {name} hold "
+            what += "NaN" if filling == "nan" else "other numbers"
+            return Finding(
+                property="batch_invariant", direction="forward", what=what, case=case, output=o.name, got=float(b[at]),
+                want=float(a[at]),
+            )  # fmt: skip
+    return None
+
+
+# --- the chip
+
+
+def arithmetic(session: Session, case: Case) -> Iterator[Finding]:
+    """Every dot in a kernel says at which precision it is computed, one that Mosaic takes."""
+    try:
+        plan = programs.plan(session.kernel, case.point, gradient=session.gradient)
+        closed = jax.make_jaxpr(plan.function())(*plan.specs)
+    except Exception as error:
+        if (found := refused(session, case, "arithmetic", error)) is not None:
+            yield found
+        return
+    yield from unstated(session, case, closed)
+
+
+def unstated(session: Session, case: Case, closed: Any) -> Iterator[Finding]:
+    """Yields the dots of a program's kernels that leave their precision to JAX's default."""
+    called = {c.kernel.name for c in _calls(session)}
+    seen = set()
+    for eqn in jaxprs.equations(closed.jaxpr):
+        if eqn.primitive.name != "pallas_call":
+            continue
+        kernel = jaxprs.kernel_name(eqn)
+        direction = "backward" if session.gradient and kernel != session.kernel.name and called else "forward"
+        for inner in jaxprs.equations(eqn.params["jaxpr"]):
+            if inner.primitive.name != "dot_general" or inner.params["precision"] is not None:
+                continue
+            shapes = " and ".join(v.aval.str_short() for v in inner.invars)
+            if not any(np.issubdtype(oracle_dtype(v.aval), np.floating) for v in inner.invars) or (kernel, shapes) in seen:
+                continue
+            seen.add((kernel, shapes))
+            what = f"a dot of {shapes} in {kernel} states no precision; use tpukern.dsl.dot, or say precision="
+            yield Finding(property="arithmetic", direction=direction, what=what, case=case)
+
+
+def _calls(session: Session) -> Iterable[Any]:
+    gradient = session.kernel.gradient
+    return () if gradient is None else [type("Called", (), {"kernel": gradient})]
+
+
+def may_hang(session: Session, point: Point) -> bool:
+    """Whether a kernel has a loop whose end is not known, or waits for something: it may never end."""
+    plan = programs.plan(session.kernel, point, gradient=session.gradient)
+    closed = jax.make_jaxpr(plan.function())(*plan.specs)
+    waits = ("while", "semaphore_wait", "dma_wait")
+    return any(
+        inner.primitive.name in waits
+        for eqn in jaxprs.equations(closed.jaxpr)
+        if eqn.primitive.name == "pallas_call"
+        for inner in jaxprs.equations(eqn.params["jaxpr"])
+    )
+
+
+def semantics(session: Session, case: Case) -> list[Finding]:
+    """Under the TPU interpreter: no fault of memory or synchronisation, every element written, and the right results."""
+    from tpukern.testing.semantics import Simulated
+
+    try:
+        plan = programs.plan(session.kernel, case.point, gradient=session.gradient)
+        operands = plan.operands(case)
+        report = Simulated(plan.function(), *plan.specs).run(*operands, timeout=session.timeout)
+    except Exception as error:
+        found = refused(session, case, "semantics", error)
+        return [] if found is None else [found]
+    findings = [
+        Finding(
+            property="semantics", direction="forward" if f.kernel == session.kernel.name else session.directions[-1],
+            what=str(f), case=case,
+        )
+        for f in report.findings
+    ]  # fmt: skip
+    if report.outputs is None:
+        return findings
+    results = {name: np.asarray(a) for name, a in zip(plan.names, report.outputs, strict=True)}
+    if (unwritten := _unwritten(session, plan, case, operands, results)) is not None:
+        return [*findings, unwritten]
+    if not findings and (wrong := judged(session, plan, case, operands, results, "semantics")) is not None:
+        findings.append(wrong)
+    return findings
+
+
+def _unwritten(
+    session: Session, plan: Plan, case: Case, operands: Sequence[np.ndarray], results: reference.Arrays
+) -> Finding | None:
+    """Returns a result that still holds what uninitialised memory was filled with."""
+    exact = Oracle(plan, operands).exact
+    for o in session.results_of(plan):
+        array = results[o.name].astype(np.float64)
+        holes = np.isnan(array) & np.isfinite(exact.get(o.name, np.zeros(array.shape)))
+        if holes.any():
+            at = [int(i) for i in np.argwhere(holes)[0]]
+            what = f"{int(holes.sum())} of {holes.size} elements of {o.name} are not written, from {at} on"
+            direction = session.direction_of(plan, o.name)
+            return Finding(property="written_everywhere", direction=direction, what=what, case=case, output=o.name)
+    return None
+
+
+def compiles(session: Session, chosen: Sequence[Point], targets: Sequence[Target]) -> Iterator[Finding | None]:
+    """The TPU compiler takes every point, direction and chip. Yields one answer each."""
+    from tpukern.compiling import Job, compile_many
+
+    jobs, where = [], []
+    for point in chosen:
+        signature = point.signature(session.kernel)
+        for target in targets:
+            for direction in session.directions:
+                kernel = session.kernel.directions[direction]
+                case = Case(point=dataclasses.replace(point, forward=type(point.forward)(), backward=type(point.backward)()))
+                try:
+                    call = signature if direction == "forward" else session.kernel.gradient_signature(signature)
+                    bound = kernel.bind_signature(call, None, target)
+                except TpukernError as error:
+                    yield Finding(property="compiles", direction=direction, what=str(error), case=case)
+                    continue
+                jobs.append(Job(bound=bound, target=target, direction=direction, workload=str(point)))
+                where.append((direction, case, target))
+    for (direction, case, target), compiled in zip(where, compile_many(jobs) if jobs else (), strict=True):
+        if compiled.ok:
+            yield None
+        else:
+            error_text = str(compiled.error).strip().splitlines()[0] if compiled.error else "no reason given"
+            yield Finding(property="compiles", direction=direction, what=f"{target.name}: {error_text}", case=case)
+
+
+Ask = Callable[[Session, Case], Finding | None]
+__all__ = [
+    "CHIP", "Session", "arithmetic", "batch_invariant", "compiles", "configs_agree", "deterministic", "finite_difference",
+    "may_hang", "native", "parity", "semantics", "using",
+]  # fmt: skip
