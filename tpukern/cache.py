@@ -46,7 +46,7 @@ def is_outdated(kernel: Any) -> bool:
 
     What runs is then not what the digests of the files say, so its results must be neither looked up nor kept.
     """
-    own = getattr(kernel, "source_files", tuple)()
+    own: Iterable[pathlib.Path] = getattr(kernel, "source_files", tuple)()
     declared_at = getattr(kernel, "declared_at", environment.LOADED_AT)
     return _changed(_road_files(), environment.LOADED_AT) or _changed(own, declared_at)
 

@@ -325,7 +325,7 @@ def watched_interpreter(watch: InterpreterWatch) -> Iterator[None]:
             watch.started(self)
 
         def get_buffer_content(self, key: Any, *args: Any, logging_info: Any = None, **keywords: Any) -> Any:
-            found = super().get_buffer_content(key, *args, logging_info=logging_info, **keywords)
+            found = super().get_buffer_content(key, *args, **(keywords | {"logging_info": logging_info}))
             watch.read(key, found[0], _line(logging_info))
             return found
 
