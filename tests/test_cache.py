@@ -346,7 +346,7 @@ class Keyed:
 
 def key(kernel, shape=(32, 128), dtype="float32", target="v5e", options=(), **keywords):
     bound = kernel.bind(jax.ShapeDtypeStruct(shape, dtype), **keywords)
-    return compiling.key(bound, TARGETS[target], dict(options))
+    return compiling.key(bound, TARGETS[target], kernel.source_digest(), compiling.surroundings(dict(options)))
 
 
 @pytest.fixture

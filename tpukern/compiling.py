@@ -3,6 +3,7 @@
 The user's process never loads libtpu. A compile that crashes, hangs or is killed is that job's failed result.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import re
@@ -155,25 +156,37 @@ def libtpu_version() -> str:
         raise CompileError("tpukern", _NO_LIBTPU, do=_INSTALL) from None
 
 
-def key(bound: Lowerable, target: Target, options: Mapping[str, Any]) -> dict[str, Any]:
+def surroundings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what every compile of this process depends on, as JSON."""
+    return {
+        "road": caching.road_digest(),
+        "options": value_names.stable(dict(options)),
+        "jax_settings": value_names.stable(jax_adapter.trace_settings()),
+        "versions": jax_adapter.versions() | {"libtpu": libtpu_version(), "python": caching.interpreter()},
+    }
+
+
+def key(bound: Lowerable, target: Target, source: str, around: Mapping[str, Any]) -> dict[str, Any]:
     """Returns everything that a compile's result depends on, as JSON.
+
+    Args:
+        bound: The kernel at its shapes and config.
+        target: The chip.
+        source: The kernel's ``source_digest()``.
+        around: ``surroundings()``.
 
     Raises:
         Unkeyable: A static argument cannot be named by its content; the result is then not kept.
     """
-    kernel: Any = bound.kernel
     signature = getattr(bound, "signature", None)
     return {
-        "kernel": kernel.name,
-        "source": kernel.source_digest(),
-        "road": caching.road_digest(),
+        **around,
+        "kernel": bound.kernel.name,
+        "source": source,
         "config": value_names.stable(dict(getattr(bound, "config", None) or {})),
         "statics": value_names.stable(dict(getattr(signature, "statics", None) or {})),
         "inputs": [[list(spec.shape), str(spec.dtype)] for spec in bound.specs],
         "target": [target.name, target.topology, target.device_kind],
-        "options": value_names.stable(dict(options)),
-        "jax_settings": value_names.stable(jax_adapter.trace_settings()),
-        "versions": jax_adapter.versions() | {"libtpu": libtpu_version(), "python": caching.interpreter()},
     }
 
 
@@ -187,15 +200,25 @@ class _Run:
         self.cache = caching.Cache()
         self.digests: dict[int, str] = {}
         self.twins: dict[int, list[int]] = {}
-        self.keys = [self._key(job) for job in jobs]
         self._results: dict[int, Compiled] = {}
+        self._sources: dict[int, str | None] = {}
+        around = surroundings(options) if jobs else {}
+        self.keys = [self._key(job, around) for job in jobs]
 
-    def _key(self, job: Job) -> dict[str, Any] | None:
-        try:
-            name = key(job.bound, job.target, self.options)
-        except value_names.Unkeyable:
+    def _key(self, job: Job, around: Mapping[str, Any]) -> dict[str, Any] | None:
+        source = self._source(job.bound.kernel)
+        if source is None:
             return None
-        return None if caching.is_outdated(job.bound.kernel) else name
+        with contextlib.suppress(value_names.Unkeyable):
+            return key(job.bound, job.target, source, around)
+        return None
+
+    def _source(self, kernel: Any) -> str | None:
+        """The digest of a kernel's source, read once a run; None if the files are not what runs."""
+        if id(kernel) not in self._sources:
+            digest = kernel.source_digest()
+            self._sources[id(kernel)] = None if caching.is_outdated(kernel) else digest
+        return self._sources[id(kernel)]
 
     def look_up(self) -> list[int]:
         """Gives results to the jobs that the cache knows, and returns the others, each meaning once."""
