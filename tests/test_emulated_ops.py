@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tpukern import emulated_ops
+from tpukern.errors import DeviceError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:<TorchTpu/"), pytest.mark.usefixtures("emulated")]
 
@@ -114,10 +115,12 @@ def test_grouped_mm(case: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("case", ["plain", "causal", "grouped heads", "bias", "bool mask", "scale"])
+@pytest.mark.parametrize("case", ["plain", "causal", "grouped heads", "bias", "bool mask", "scale", "heads last"])
 def test_attention(case: str, compiled: bool) -> None:
     heads = 2 if case == "grouped heads" else 4
     q, k, v = torch.randn(2, 4, 10, 32), torch.randn(2, heads, 14, 32), torch.randn(2, heads, 14, 32)
+    if case == "heads last":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     keywords: dict[str, Any] = {
         "causal": {"is_causal": True},
         "grouped heads": {"enable_gqa": True},
@@ -136,18 +139,84 @@ def test_attention(case: str, compiled: bool) -> None:
     compare(torch.compile(attention) if compiled else attention, q, k, v)
 
 
-def test_attention_dropout() -> None:
-    """The gradient is that of the mask the forward pass drew: attention is linear in v."""
-    q, k, v, dy = (torch.randn(2, 4, 10, 32, device="tpu") for _ in range(4))
-    v.requires_grad_()
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-    y.backward(dy)
-    assert v.grad is not None
-    torch.testing.assert_close((y * dy).sum(), (v * v.grad).sum(), rtol=1e-4, atol=1e-3)
-    assert not torch.equal(y.cpu(), F.scaled_dot_product_attention(q, k, v).detach().cpu())
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", ["plain", "causal", "grouped heads", "heads last"])
+def test_attention_dropout(case: str, compiled: bool) -> None:
+    """The gradients are those of the mask that the forward pass drew, which the values show when they are the identity."""
+    heads, p = 2 if case == "grouped heads" else 4, 0.25
+    q, k, v = torch.randn(2, 4, 16, 32), torch.randn(2, heads, 32, 32), torch.eye(32).expand(2, heads, 32, 32).contiguous()
+    if case == "heads last":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    keywords = {"is_causal": case == "causal", "enable_gqa": case == "grouped heads"}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float = p) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **keywords)
+
+    ours = [x.to("tpu").requires_grad_() for x in (q, k, v)]
+    y = (torch.compile(attention) if compiled else attention)(*ours)
+    assert y.stride() == q.stride()
+    cpu = [x.clone().requires_grad_() for x in (q, k, v)]
+    weights = attention(cpu[0], cpu[1], torch.eye(32).expand(2, heads, 32, 32), p=0.0)
+    kept = (y.detach().cpu() != 0).float()
+    want = torch.matmul(weights * kept / (1 - p), cpu[2].repeat_interleave(4 // heads, dim=1))
+    torch.testing.assert_close(y.detach().cpu(), want.detach(), rtol=1e-5, atol=1e-5)
+    dropped = 1 - kept.sum() / (weights > 0).sum()
+    assert abs(dropped.item() - p) < 0.04
+    dy = torch.randn_like(want)
+    y.backward(dy.to("tpu"))
+    want.backward(dy)
+    for ours_x, x in zip(ours, cpu, strict=True):
+        assert ours_x.grad is not None
+        torch.testing.assert_close(ours_x.grad.cpu(), x.grad, rtol=1e-4, atol=1e-4)
+        assert ours_x.grad.stride() == ours_x.stride()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_attention_dropout_draws_anew(compiled: bool) -> None:
+    q = torch.randn(1, 2, 16, 32, device="tpu")
+
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    call = torch.compile(attention) if compiled else attention
+
+    def draw() -> torch.Tensor:
+        return call(q).cpu()
+
+    torch.manual_seed(3)
+    first, second = draw(), draw()
+    torch.manual_seed(3)
+    assert torch.equal(first, draw())
+    assert not torch.equal(first, second)
+
+
+def test_copies_to_the_host() -> None:
+    x = torch.arange(6.0, device="tpu")
+    assert x.to("cpu", non_blocking=True).tolist() == list(range(6))
+    assert x.to("cpu", torch.int32, non_blocking=True).tolist() == list(range(6))
+    assert torch.equal(x.to(torch.bfloat16).float().cpu(), x.cpu())
+    assert torch.arange(6.0).pin_memory().to("tpu", non_blocking=True).sum().item() == 15
+    data = torch.utils.data.TensorDataset(torch.arange(6.0))
+    batches = [batch for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)]
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_what_a_tpu_has_not_is_not_supplied() -> None:
     a = torch.ones(32, 32, dtype=torch.int8, device="tpu")
     with pytest.raises(RuntimeError, match="'aten::_int_mm' is not implemented for TPU"):
         torch._int_mm(a, a)
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    return x.index_reduce(0, at(x, 2, 0), torch.ones(2, *x.shape[1:], device=x.device), "amax")
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+def test_a_call_that_would_end_the_process() -> None:
+    compare(reduced, torch.randn(4))
+    with pytest.raises(DeviceError) as caught:
+        reduced(torch.zeros(4, 3, device="tpu"))
+    assert str(caught.value) == (
+        "aten::index_reduce[device]: a tensor of 2 dimensions, on which torch_tpu 0.2.0 ends the process; expected one "
+        "dimension. Use torch.scatter_reduce with the index expanded to the source's shape."
+    )

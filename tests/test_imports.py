@@ -19,6 +19,7 @@ HEAVY = ("torch", "torch_tpu", "jax", "jaxlib", "helion", "libtpu", "numpy", "ri
 LAYERS = (
     ("tpukern.errors", "tpukern.version", "tpukern.targets", "tpukern.environment"),
     ("tpukern.jax_adapter", "tpukern.torch_tpu_adapter", "tpukern.pjrt_cpu"),
+    ("tpukern.emulated_attention", "tpukern.emulated_ops"),
     ("tpukern.device",),
     ("tpukern.dsl", "tpukern.value_names"),
     ("tpukern.kernels",),
@@ -26,11 +27,12 @@ LAYERS = (
     (
         "tpukern.calling",
         "tpukern.dispatch",
-        "tpukern.emulated_ops",
         "tpukern.explanation",
         "tpukern.launching",
         "tpukern.overriding",
         "tpukern.registry",
+        "tpukern.routing",
+        "tpukern.running",
         "tpukern.tagging",
         "tpukern.torch_ops",
     ),
