@@ -1,6 +1,6 @@
 """A small Llama-style language model over bytes, trained on English text that ships with Python. Plain PyTorch.
 
-    y = x + attention(rms_norm(x));  y + down(silu(gate(h)) * up(h)) with h = rms_norm(y);  four such blocks, rotary positions,
+    y = x + attention(rms_norm(x));  y + down(silu(gate(h)) * up(h)) with h = rms_norm(y);  three such blocks, rotary positions,
     two key/value heads for four query heads, the embedding reused as output layer.
 
 Run it on any device: `python tiny_llama.py --device cpu`. The initial weights and the batches are drawn on the CPU from one
@@ -30,11 +30,11 @@ class Shape:
 
     vocabulary: int = 256
     width: int = 256
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
     kv_heads: int = 2
-    hidden: int = 704
-    length: int = 256
+    hidden: int = 512
+    length: int = 128
     batch: int = 4
 
     @property
@@ -188,14 +188,17 @@ def train(
 
 
 @torch.no_grad()
-def sample(model: nn.Module, shape: Shape, device: str, prompt: str, *, compiled: bool, temperature: float = 0.6) -> str:
-    """Continues `prompt` up to the model's length. Bytes after the last one are padding that causal attention cannot see."""
+def sample(model: nn.Module, shape: Shape, device: str, prompt: str, count: int, *, compiled: bool) -> str:
+    """Continues `prompt` by `count` bytes, or up to the model's length.
+
+    Bytes after the last one are padding, which causal attention cannot see.
+    """
     logits_of = torch.compile(model) if compiled else model
     draw, written = torch.Generator().manual_seed(2), list(prompt.encode())
-    while len(written) < shape.length:
+    for _ in range(min(count, shape.length - len(written))):
         padded = torch.tensor([written + [0] * (shape.length - len(written))])
         logits = logits_of(padded.to(device))[0].cpu()[len(written) - 1]
-        written.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draw)))
+        written.append(int(torch.multinomial((logits / 0.6).softmax(-1), 1, generator=draw)))
     return bytes(written).decode(errors="replace")
 
 
@@ -204,6 +207,7 @@ def main(activation: Activation = silu_times) -> None:
     parser.add_argument("--device", default="tpu")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--eager", action="store_true", help="do not compile (the cpu device never does)")
+    parser.add_argument("--sample", type=int, default=100, help="bytes of text to write at the end (default: 100)")
     parser.add_argument("--save", type=Path, help="write the losses and the sample here, as JSON")
     parser.add_argument("--beside", type=Path, help="a file written by --save, to print next to this run")
     options = parser.parse_args()
@@ -218,7 +222,7 @@ def main(activation: Activation = silu_times) -> None:
 
     beside = json.loads(options.beside.read_text())["losses"] if options.beside else None
     losses = train(model, shape, options.device, options.steps, compiled=compiled, beside=beside)
-    text = sample(model, shape, options.device, "The statement", compiled=compiled)
+    text = sample(model, shape, options.device, "The statement", options.sample, compiled=compiled)
     print("\nIt writes:\n  " + text.replace("\n", "\n  "))
     if options.save:
         options.save.write_text(json.dumps({"device": options.device, "losses": losses, "sample": text}) + "\n")

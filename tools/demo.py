@@ -23,10 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TPUKERN = Path(sys.executable).parent / "tpukern"
 
-# Two float32 runs that differ only in the order of their sums drift apart: training amplifies rounding. Measured on the CPU
-# with every initial weight moved by one unit in the last place, over 200 steps: MEASURED.
+# Two float32 runs that differ only in the order of their sums drift apart: training amplifies rounding. With every initial
+# weight moved by one unit in the last place, two runs of 200 steps on the CPU were 7e-6 apart in the first 20 steps and 4e-5
+# in all. The tolerances leave room for other sizes of blocks and other CPUs; a term missing from a gradient, or another eps,
+# is far outside.
 EARLY_STEPS, EARLY = 20, 1e-4
-LATE = 0.05
+LATE = 1e-3
 
 # What has to run, forward and backward, and the kernels (or the ops) that count as it.
 MUST_RUN = {
@@ -169,7 +171,7 @@ class Demo:
     def compiled(self) -> None:
         own = f"{EXAMPLES / 'tiny_llama_own_kernel.py'}:swiglu"
         quiet = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        run(TPUKERN, "compile", own, "--target", self.targets, "--shape", "m=1024,f=704", "--dtype", "float32", **quiet)
+        run(TPUKERN, "compile", own, "--target", self.targets, "--shape", "m=512,f=512", "--dtype", "float32", **quiet)
         run(TPUKERN, "compile", self.compile, "--target", self.targets, **quiet)
 
     def __call__(self) -> None:
