@@ -129,7 +129,7 @@ def _start_real() -> None:
 def _start_emulated() -> None:
     path = pjrt_cpu.find_plugin()
     torch_tpu_adapter.check()
-    wants_logs = environment.value("TF_CPP_MIN_LOG_LEVEL") is not None
+    wants_logs = environment.value("TF_CPP_MIN_LOG_LEVEL") == "0"  # importing JAX sets it to 1
     changes: dict[str, str | None] = {
         "TPU_LIBRARY_PATH": str(path),
         "XLA_FLAGS": emulated_ops.xla_flags(environment.value("XLA_FLAGS")),
