@@ -7,9 +7,9 @@ exchanged for the CPU one.
 
 ``TPU_LIBRARY_PATH`` points at the CPU plugin only while torch_tpu is loaded and first used, since JAX reads it too.
 
-Settings are left as torch_tpu has them: eager ops run one by one (``torch.tpu.eager_mode``, whose
-DEFER_NEVER_AND_LAUNCH_BLOCKING finds the op that fails). Beside CPU tensors, ``torch.set_num_threads(1)`` keeps PyTorch's threads from fighting XLA's. A forked child
-raises at its first op on the device: use spawn.
+Settings are left as torch_tpu has them. Eager ops run one by one; ``torch.tpu.eager_mode`` changes that, and its value
+DEFER_NEVER_AND_LAUNCH_BLOCKING finds the op that fails. Beside CPU tensors, ``torch.set_num_threads(1)`` keeps PyTorch's
+threads from fighting XLA's. A forked child raises at its first op on the device: use spawn.
 
 Names for other modules: `kind`, `start`, `started`, `target`, `description`, `device_kind` (= `kind`).
 """
