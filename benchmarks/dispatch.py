@@ -1,4 +1,4 @@
-"""What dispatch costs the host: an overridden op against calling the registered kernel directly, and against torch_tpu's jax_op.
+"""What dispatch costs the host: an overridden op against calling its kernel directly, and against torch_tpu's jax_op.
 
     python benchmarks/dispatch.py [--rounds 200] [--calls 40]
 

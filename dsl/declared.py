@@ -1,4 +1,4 @@
-"""The kernels that have a torch op, in order of declaration, and whoever wants to hear of them.
+"""The kernels that torch is to know of, by an op or an override, in order of declaration, and whoever wants to hear of them.
 
 This is the one piece of state in the kernel language. Registering with torch is the dispatcher's work, which listens here;
 the language itself never imports torch.
@@ -15,8 +15,8 @@ _LISTENERS: Final[list[Callable[["Kernel"], None]]] = []
 
 
 def announce(kernel: "Kernel") -> None:
-    """Tells every listener of a kernel that has a torch op: when it is declared, and again when it gets a gradient."""
-    if kernel.op is None:
+    """Tells every listener of a kernel that torch is to know of: when it is declared, and again when it gets a gradient."""
+    if kernel.op is None and not kernel.overrides:
         return
     if kernel not in _KERNELS:
         _KERNELS.append(kernel)

@@ -38,25 +38,28 @@ def registered(kernel: "Kernel") -> TorchOp:
     if known is not None and known.kernel is kernel:
         return known
     if known is not None:
-        _replace(known.kernel, kernel, op)
+        _check_newer(known.kernel, kernel, op)
         known.library._destroy()
+        known.kernel.torch_op = known.kernel.torch_call = None
     kernel.torch_op = REGISTRY.ops[op] = torch_ops.define(kernel, op)
     kernel.torch_call = call
     return kernel.torch_op
 
 
-def _replace(old: "Kernel", new: "Kernel", op: str) -> None:
-    """Lets a kernel take the op of one that it is a newer version of, as in a notebook."""
+def _check_newer(old: "Kernel", new: "Kernel", op: str) -> None:
+    """Checks that a kernel is a newer version of the one whose op it takes, as in a notebook."""
     if (old.fn.__module__, old.fn.__qualname__) != (new.fn.__module__, new.fn.__qualname__):
         found = f"op {op!r} is that of kernel {old.name} in {old.fn.__module__}"
         raise OverrideError(new.name, found, "one kernel for each op", "Give one of them another op.")
 
 
 def _declared(kernel: "Kernel") -> None:
-    registered(kernel)
-    if kernel.gradient is not None:
-        registered(kernel.gradient)
-    if REGISTRY.device is not None:
+    for k in (kernel, kernel.gradient):
+        op = op_of(k) if k is not None else None
+        if k is not None and op is not None:
+            registered(k)
+            tagging.forget(op)
+    if REGISTRY.tag is not None:
         tagging.tag()
 
 

@@ -42,12 +42,16 @@ def enable(*, only: Iterable[str] | None = None, off: Iterable[str] | None = Non
     if REGISTRY.device is None:
         print(f"tpukern: the tpu device is {device.description()}", file=sys.stderr)
     REGISTRY.device = kind
-    tagging.tag()
+    tagging.tag(fresh=True)
     return kind
 
 
 def disable() -> None:
-    """Gives ATen's own kernels back. Ops of kernels stay; so do graphs that `torch.compile` made, until `torch._dynamo.reset()`."""
+    """Gives ATen's own kernels back.
+
+    Ops of kernels stay. So do graphs that torch.compile made, until `torch._dynamo.reset()`. A backward pass whose forward pass
+    ran as ours is ours still.
+    """
     if REGISTRY.device is None:
         return
     from tpukern import overriding, tagging

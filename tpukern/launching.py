@@ -109,13 +109,14 @@ class Launcher:
             SignatureError: Rank, size, dtype or device do not fit.
             ConfigError: A keyword is unknown or a config not legal.
         """
+        key: tuple[Any, ...] = ()
         try:
             key = (CALLER.op, *self._traits(*tensors), *keywords.items())
             if layouts is not None:
-                key += (*layouts.items(),)
+                key = (*key, *layouts.items())
             plan = self.plans.get(key)
         except (TypeError, AttributeError):  # a number of inputs, a kind of input or a keyword that preparing explains
-            key = plan = None
+            key, plan = (), None
         if plan is None:
             if self._belongs_to_cpu(tensors):
                 return launcher(self.kernel, on_cpu=True).launch(tensors, keywords, layouts)
@@ -153,11 +154,11 @@ class Launcher:
             for plan in self.plans.values():
                 plan.prepared.tally.calls = 0
 
-    def _prepare(self, key: Any, tensors: Sequence[Any], keywords: Mapping[str, Any], layouts: Layouts | None) -> Plan:
+    def _prepare(self, key: tuple[Any, ...], tensors: Sequence[Any], keywords: Mapping[str, Any], layouts: Layouts | None) -> Plan:
         self.check_devices(tensors)
         request = Request.read(self.kernel, tensors, keywords, layouts or {})
         plan = Plan(prepare(request, on_cpu=self.on_cpu), CALLER.op or self.kernel.op or self.kernel.name)
-        if key is not None:
+        if key:
             with self._lock:
                 if len(self.plans) >= MOST_PLANS:
                     self._forget()

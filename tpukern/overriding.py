@@ -1,12 +1,13 @@
-"""Kernels in the place of ATen's own, on the ``tpu`` device.
+"""Kernels in the place of ATen's own, on the ``tpu`` device: which of them, and putting them there.
 
 An override asks its `cond` whether it takes a call; if not, the kernel that was there before does, and the reason is kept.
 
 Forward and backward of one op have to be of one making: the native attention's "logsumexp" is no log-sum-exp, and feeding
-one's statistics to the other's backward pass gives wrong gradients without a word. So an override that says `token` marks what
-its forward pass saved: the tensors of those names are ones of a shape that no native kernel returns. Its backward pass runs for
-marked tensors and leaves all others to the native kernel, whatever has been enabled or disabled in between; it stays
-installed after `disable` for what is still to come. Shapes survive torch.compile, also where a backward graph is compiled later.
+one's statistics to the other's backward pass gives wrong gradients without a word. So an override that says `token` marks
+what its forward pass saved: the tensors of those names are ones of a shape that no native kernel returns. Its backward pass
+runs for marked tensors and leaves all others to the native kernel, whatever has been enabled or disabled in between; it
+stays installed after `disable` for what is still to come. Shapes survive torch.compile, which may make the backward graph
+much later than the forward one.
 """
 
 import functools
@@ -47,7 +48,7 @@ class Active:
 
     def __init__(self, kernel: "Kernel", override: "Override", key: str, counts: "Active | None" = None) -> None:
         self.op, self.key, self.kernel, self.override = override.op, key, kernel, override
-        self.calls = counts.calls if counts else 0
+        self.calls: int = counts.calls if counts else 0
         self.reasons: dict[str, int] = dict(counts.reasons) if counts else {}
         functions = tuple(f for f in (override.impl, override.cond) if f is not None)
         self.digest = source.digest(functions, repr((override.op, override.keys, override.token)))
@@ -83,7 +84,10 @@ class Active:
 
 
 def _all() -> Chosen:
-    return [(kernel, override) for kernel in declared.kernels() for override in kernel.overrides]
+    """Returns the overrides of all kernels; of a kernel that was declared again, those of its newest version."""
+    newest = {(k.fn.__module__, k.fn.__qualname__, k.op, tuple(o.op for o in k.overrides)): k for k in declared.kernels()}
+    current = [k for k in newest.values() if k.op is None or REGISTRY.ops[k.op].kernel is k]
+    return [(kernel, override) for kernel in current for override in kernel.overrides]
 
 
 def choose(
@@ -181,7 +185,7 @@ def _install(active: Active, into: dict[tuple[str, str], Active] | None = None) 
     native = torch.library.get_kernel(overload, active.key)
     active.marked = frozenset(routing.place(schema.returns, t) for t in active.override.token if not active.is_guard)
     route = routing.route(active, schema, native.call_boxed)
-    active.add(name, route, active.key, with_keyset=routing.takes_keyset(active, schema))
+    active.add(name, route, active.key, with_keyset=not routing.remembers(active, schema))
     if active.marked:
         _add_fake(active, overload, name)
     (REGISTRY.active if into is None else into)[active.op, active.key] = active

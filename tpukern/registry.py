@@ -1,8 +1,7 @@
 """The kernels and overrides that torch knows of: the one place where dispatch keeps state between calls."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from tpukern.dsl import Kernel
@@ -21,7 +20,9 @@ class Registry:
         active: Installed overrides, by (op, dispatch key).
         guards: Backward passes that stay for marked tensors while their override is not installed, by the same.
         device: The kind of device that `enable` started, None before.
-        user_tag: `torch.compiler.config.cache_key_tag` before tpukern added to it.
+        digests: Of the kernels' sources, by op name.
+        user_tag: What the user had in `torch.compiler.config.cache_key_tag`.
+        tag: What tpukern made of it, None before it did.
         left_out: Overrides that are not installed, and why.
     """
 
@@ -30,7 +31,9 @@ class Registry:
     active: dict[tuple[str, str], "Active"] = dataclasses.field(default_factory=dict)
     guards: dict[tuple[str, str], "Active"] = dataclasses.field(default_factory=dict)
     device: str | None = None
-    user_tag: str | None = None
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    user_tag: str = ""
+    tag: str | None = None
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -1,8 +1,8 @@
 """What torch calls in the place of an ATen op: asks once whether our kernel takes such a call, then remembers.
 
-`cond` and `impl` of an override may look at the shapes, dtypes and strides of tensors and at the other arguments, and at nothing
-else; torch.compile runs them once for a graph, and so do we for calls that are alike in these. Where `impl` turned out to be one
-launch of a kernel on the op's own tensors, later calls go straight to the registered kernel.
+`cond` and `impl` of an override may look at the shapes, dtypes and strides of tensors and at the other arguments, and at
+nothing else: torch.compile runs them once for a graph, and here they run once for calls that are alike in these. Where
+`impl` turned out to be one launch of a kernel on the op's own tensors, later calls go straight to the registered kernel.
 """
 
 import functools
@@ -25,6 +25,8 @@ TOKEN_SHAPE: Final = (1, 1, 1)
 NATIVE_FORWARD: Final = "the forward pass was ATen's own"
 BACKEND_KEY: Final = "PrivateUse1"
 
+Direct = Callable[[Sequence[Any]], Any]
+
 
 def route(active: "Active", schema: Any, leave: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function to register for an op.
@@ -38,21 +40,10 @@ def route(active: "Active", schema: Any, leave: Callable[..., Any]) -> Callable[
         `route(keyset, *args, **kwargs)`; on the backend's own key `route(*args, **kwargs)`, which remembers.
     """
     takes, serve = _conditions(active, schema), _implementation(active, schema)
-    if active.key != BACKEND_KEY or not all(str(a.type) in _KEYS for a in schema.arguments):
-        return _plain_route(active, takes, serve, leave)
-    return _Remembering(active, schema, takes, serve, leave).generate()
+    if remembers(active, schema):
+        return _Remembering(active, schema, takes, serve, leave).generate()
 
-
-def takes_keyset(active: "Active", schema: Any) -> bool:
-    """Returns whether the function that `route` returns wants the keyset."""
-    return active.key != BACKEND_KEY or not all(str(a.type) in _KEYS for a in schema.arguments)
-
-
-def _plain_route(
-    active: "Active", takes: Callable[..., str | None], serve: Callable[..., Any], leave: Callable[..., Any]
-) -> Callable[..., Any]:
     def plain(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tensors may be those of a trace, with symbols for sizes."""
         reason = takes(*args, **kwargs)
         if reason is None:
             active.calls += 1
@@ -61,6 +52,11 @@ def _plain_route(
         return leave(keyset, *args, **kwargs)
 
     return plain
+
+
+def remembers(active: "Active", schema: Any) -> bool:
+    """Returns whether calls are remembered. On other keys they may be those of a trace, with symbols for sizes."""
+    return active.key == BACKEND_KEY and all(str(a.type) in _KEYS for a in schema.arguments)
 
 
 # --- remembering -----------------------------------------------------------------------------------------------------
@@ -88,14 +84,19 @@ class _Remembering:
     """
 
     def __init__(
-        self, active: "Active", schema: Any, takes: Callable[..., str | None], serve: Callable[..., Any], leave: Callable[..., Any]
+        self,
+        active: "Active",
+        schema: Any,
+        takes: Callable[..., str | None],
+        serve: Callable[..., Any],
+        leave: Callable[..., Any],
     ) -> None:
         self.active, self.schema, self.takes, self.serve = active, schema, takes, serve
         self.leave = functools.partial(leave, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, BACKEND_KEY)))
         self.positional = sum(not a.kwarg_only for a in schema.arguments)
         self.keywords = [a.name for a in schema.arguments if a.kwarg_only]
         self.tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
-        self.direct: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
+        self.direct: dict[tuple[Any, ...], Direct] = {}
         self.others: dict[tuple[Any, ...], Callable[[tuple[Any, ...]], Any]] = {}
 
     def generate(self) -> Callable[..., Any]:
@@ -162,7 +163,10 @@ def route({", ".join(written)}):
             launches = CALLER.launches
         finally:
             CALLER.launches = outer
-        run = _direct(launches, [args[at] for at in self.tensors], results, self.active.marked)
+        tensors = [args[at] for at in self.tensors]
+        if len({id(t) for t in tensors if t is not None}) < sum(t is not None for t in tensors):
+            return results  # one tensor given twice would be taken for a rule
+        run = _direct(launches, tensors, results, self.active.marked)
         if run is not None:
             self.direct[key] = run
         else:
@@ -183,50 +187,54 @@ def route({", ".join(written)}):
         return self.serve(*given, **keywords)
 
 
-def _direct(
-    launches: Sequence[Launch], given: list[Any], results: Any, marked: frozenset[int]
-) -> Callable[[list[Any]], Any] | None:
+def _direct(launches: Sequence[Launch], given: list[Any], results: Any, marked: frozenset[int]) -> Direct | None:
     """Returns what makes the same call without `impl`, if that did no more than launch one kernel on the op's tensors.
-
-    Its results have to be the kernel's outputs, numbers and None.
 
     Args:
         launches: What `impl` launched.
-        given: The op's tensors.
+        given: The op's tensors, no two of them the same.
         results: What `impl` returned, marks put in.
         marked: Places of the marks.
     """
     if len(launches) != 1 or launches[0].plan.prepared.entry is None:
         return None
-    run, tensors, outputs = launches[0].plan.run, launches[0].tensors, launches[0].outputs
-    places = [next((at for at, arg in enumerate(given) if arg is tensor), -1) for tensor in tensors]
-    if -1 in places or not places:
-        return None
-    if places != list(range(len(given))):
-        pick: Any = operator.itemgetter(*places) if len(places) > 1 else lambda tensors: (tensors[places[0]],)
-        whole = run
-        run = lambda tensors: whole(pick(tensors))  # noqa: E731
-    made = outputs if isinstance(outputs, tuple) else (outputs,)
+    launch = launches[0]
+    places = [next((at for at, arg in enumerate(given) if arg is tensor), None) for tensor in launch.tensors]
+    made = launch.outputs if isinstance(launch.outputs, tuple) else (launch.outputs,)
     wanted = results if isinstance(results, tuple) else (results,)
-    sources = [next((at for at, output in enumerate(made) if output is result), None) for result in wanted]
-    if sources == list(range(len(made))) and isinstance(results, tuple) == isinstance(outputs, tuple):
-        return run
-    if any(s is None and at not in marked and isinstance(r, torch.Tensor) for at, (s, r) in enumerate(zip(sources, wanted, strict=True))):
+    parts = [_part(at in marked, result, made) for at, result in enumerate(wanted)]
+    if None in places or None in parts or not places:
         return None
-    return _assembling(run, sources, [None if at in marked or sources[at] is not None else r for at, r in enumerate(wanted)], marked, results)
+    run = launch.plan.run if places == list(range(len(given))) else _picking(launch.plan.run, places)
+    if parts == [("output", at) for at in range(len(made))] and isinstance(results, tuple) == isinstance(launch.outputs, tuple):
+        return run
+    return _assembling(run, [part for part in parts if part is not None], single=not isinstance(results, tuple))
 
 
-def _assembling(
-    run: Callable[[list[Any]], Any], sources: list[int | None], kept: list[Any], marked: frozenset[int], results: Any
-) -> Callable[[list[Any]], Any]:
-    def assemble(tensors: list[Any]) -> Any:
+def _part(is_mark: bool, result: Any, made: tuple[Any, ...]) -> tuple[str, Any] | None:
+    """Says where a result comes from: ("output", place), ("mark", None) or ("constant", value); None for elsewhere."""
+    if is_mark:
+        return "mark", None
+    place_of = next((at for at, output in enumerate(made) if output is result), None)
+    if place_of is not None:
+        return "output", place_of
+    return ("constant", result) if result is None or isinstance(result, int | float) else None
+
+
+def _picking(run: Direct, places: Sequence[Any]) -> Direct:
+    if len(places) == 1:
+        (at,) = places
+        return lambda tensors: run([tensors[at]])
+    pick = operator.itemgetter(*places)
+    return lambda tensors: run(pick(tensors))
+
+
+def _assembling(run: Direct, parts: Sequence[tuple[str, Any]], *, single: bool) -> Direct:
+    def assemble(tensors: Sequence[Any]) -> Any:
         made = run(tensors)
-        made = made if isinstance(made, tuple) else (made,)
-        mark = token() if marked else None
-        parts = [
-            made[source] if source is not None else mark if at in marked else kept[at] for at, source in enumerate(sources)
-        ]
-        return tuple(parts) if isinstance(results, tuple) else parts[0]
+        outputs = made if isinstance(made, tuple) else (made,)
+        results = [outputs[what] if kind == "output" else token() if kind == "mark" else what for kind, what in parts]
+        return results[0] if single else tuple(results)
 
     return assemble
 

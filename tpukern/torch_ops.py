@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tpukern import tagging
 from tpukern.errors import OverrideError
 from tpukern.launching import CALLER, launcher
 
@@ -150,6 +151,7 @@ def _implementation(kernel: "Kernel", op: str, *, on_cpu: bool) -> Callable[...,
 def _fake(kernel: "Kernel") -> Callable[..., Any]:
     def shapes(*tensors: torch.Tensor, config: str = "", **statics: Any) -> Any:
         """Sizes may be symbols: binding them adds the guards that equal dims need, and no more."""
+        tagging.ensure()
         signature = kernel.signature(*tensors, **statics)
         outputs = [tensors[0].new_empty(o.shape, dtype=getattr(torch, o.dtype)) for o in signature.outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
