@@ -241,4 +241,16 @@ def order_breach(k: Declaration, order: tuple[str, ...]) -> tuple[str, str, str]
                     "dims that an output lacks to be innermost, since its blocks must be revisited in a row",
                     f"Put {missing} after {named[-1]}, or write partial results with {missing} as an axis.",
                 )
+    for o in k.scratch:
+        usual, here = k.summed(o, k.grid), k.summed(o, order)
+        if set(usual) != set(here):
+            return (
+                f"{o} would last over {_listed(here)} in the grid {order}",
+                f"it to last over {_listed(usual)}, as in the grid {k.grid} that it was written for",
+                "",
+            )
     return None
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(names) or "one step"

@@ -420,3 +420,25 @@ def test_names_of_module_and_function_do_not_get_in_each_others_way() -> None:
     assert callable(dsl.kernel)
     assert callable(dsl.dot)
     assert set(dsl.__all__) <= set(dir(dsl))
+
+
+def test_an_order_that_changes_what_an_accumulator_lasts_over() -> None:
+    @kernel
+    def rows(
+        x: Ref = In("b i j"),
+        y: Ref = Out("b i _"),
+        acc: Ref = Acc("i _"),
+        *,
+        b: Dim = Each(),
+        i: Dim = Block(8),
+        j: Dim = Block(128),
+    ) -> None:
+        y[...] = x[...]
+
+    assert rows.bind(spec(2, 16, 256), order="b i j").config == {"block_i": 8, "block_j": 128}
+    with pytest.raises(ConfigError) as caught:
+        rows.bind(spec(2, 16, 256), order="i b j")
+    assert str(caught.value) == (
+        "rows[config]: acc \"i _\" would last over b and j in the grid ('i', 'b', 'j'); expected it to last over j, as in the "
+        "grid ('b', 'i', 'j') that it was written for."
+    )

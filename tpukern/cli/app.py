@@ -17,6 +17,7 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
     "list": "tpukern.cli.listing",
     "show": "tpukern.cli.show",
     "compile": "tpukern.cli.compile",
+    "verify": "tpukern.cli.verify",
     "run": "tpukern.cli.run",
     "cache": "tpukern.cli.cache",
 }

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import jax
@@ -18,7 +19,9 @@ from tpukern.testing import arithmetic
 from tpukern.testing.reference import Arrays
 from tpukern.testing.strategies import Case, Point
 
-# Programs run some dozen times, on small arrays: compiling them is what costs.
+# Programs run some dozen times, on small arrays: compiling them is what costs. Level 0 is faster still, and wrong: jaxlib
+# 0.10.2 doubled one row of a bfloat16 product.
+_WORKERS: Final = 2
 _OPTIONS: Final[Any] = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
 
 
@@ -104,17 +107,20 @@ class Program:
         plan: What to compute.
         chip: Whose arithmetic to apply; None for the CPU's own.
         timeout: Seconds that the first run may take.
+        optimised: Compile as JAX does, not for fast compiling.
 
     Raises:
         TpukernError: The kernel refuses the call, or Mosaic would refuse the precision of a dot.
     """
 
-    def __init__(self, plan: Plan, chip: Target | None, *, timeout: float = 60.0) -> None:
+    def __init__(self, plan: Plan, chip: Target | None, *, timeout: float = 60.0, optimised: bool = False) -> None:
         self.plan, self.timeout, self._ran = plan, timeout, False
         closed = jax.make_jaxpr(plan.function())(*plan.specs)
         if chip is not None:
             closed = arithmetic.rounded(closed, chip)
-        self._compiled = jax.jit(core.jaxpr_as_fun(closed)).lower(*plan.specs).compile(compiler_options=_OPTIONS)
+        self._compiled = (
+            jax.jit(core.jaxpr_as_fun(closed)).lower(*plan.specs).compile(compiler_options=None if optimised else _OPTIONS)
+        )
 
     def run(self, operands: Sequence[np.ndarray]) -> Arrays:
         """Runs it.
@@ -166,22 +172,25 @@ class Programs:
 
     def __init__(self, kernel: Kernel, chip: Target | None, *, gradient: bool = True, timeout: float = 60.0) -> None:
         self.kernel, self.chip, self.gradient, self.timeout = kernel, chip, gradient, timeout
-        self._made: dict[Point, Program | Exception] = {}
+        self._made: dict[Point, Future[Program]] = {}
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tpukern-compile")
 
     def __getitem__(self, point: Point) -> Program:
-        made = self._made.get(point)
-        if made is None:
-            try:
-                made = Program(plan(self.kernel, point, gradient=self.gradient), self.chip, timeout=self.timeout)
-            except Exception as error:
-                made = error
-            self._made[point] = made
-        if isinstance(made, Exception):
-            raise made
-        return made
+        self.prepare([point])
+        return self._made[point].result()
 
-    def __contains__(self, point: Point) -> bool:
-        return point in self._made
+    def prepare(self, points: Iterable[Point]) -> None:
+        """Begins to compile in the background."""
+        for point in points:
+            if point not in self._made:
+                self._made[point] = self._workers.submit(self._program, point)
+
+    def close(self) -> None:
+        """Drops what has not begun to compile."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _program(self, point: Point) -> Program:
+        return Program(plan(self.kernel, point, gradient=self.gradient), self.chip, timeout=self.timeout)
 
 
 @contextlib.contextmanager

@@ -104,6 +104,14 @@ def parity(session: Session, case: Case, *, name: str = "parity", program: Progr
         return refused(session, case, name, error)
 
 
+def confirmed(session: Session, found: Finding) -> bool:
+    """Whether a wrong result stays wrong when XLA compiles as usual: compiling fast may have been what was wrong."""
+    assert found.case is not None
+    plan = programs.plan(session.kernel, found.case.point, gradient=session.gradient)
+    program = Program(plan, CHIP, timeout=session.timeout, optimised=True)
+    return parity(session, found.case, name=found.property, program=program) is not None
+
+
 def judged(
     session: Session, plan: Plan, case: Case, operands: Sequence[np.ndarray], results: reference.Arrays, name: str
 ) -> Finding | None:

@@ -289,12 +289,15 @@ def with_configs(kernel: Kernel, point: Point, form: str, rng: np.random.Generat
 
 
 def points(kernel: Kernel, count: int, seed: int) -> list[Point]:
-    """Returns the points of a run: for each element type `count` of them and one with a dim of size 0, smallest first."""
+    """Returns the points of a run: for each element type `count` of them and one with a dim of size 0, smallest first.
+
+    They have more than `rich` and `just_above` in common with every other run: one element of everything.
+    """
     found: dict[Point, None] = dict.fromkeys((*rich(kernel, seed), *just_above(kernel, seed)))
     tried = statics(kernel)
     for offset, dtype in enumerate(kernel.dtypes or ("float32",)):
         rng = np.random.default_rng([seed, offset])
-        for turn in (0, *range(3, count + 1)):
+        for turn in (0, *range(3, count)):
             at = turn if turn <= 2 else 3 + int(rng.integers(1000))
             form = "largest" if turn == 0 else str(rng.choice(_FORMS))
             chosen = {name: options[(turn + offset) % len(options)] for name, options in tried.items()}

@@ -106,7 +106,7 @@ def unit(want: np.ndarray, info: Any, reduction: int = 1, sensitivity: Any = Non
     size = np.where(np.isfinite(want), np.abs(_held(want, math.ldexp(1.0, int(info.maxexp)))), 0.0)
     if sensitivity is not None:
         movement = np.abs(np.asarray(sensitivity, np.float64))
-        magnitude = np.maximum(size, np.where(np.isfinite(movement), movement, 0.0))
+        magnitude = np.maximum(size, np.where(np.isnan(movement), 0.0, movement))
     else:
         magnitude = np.broadcast_to(np.max(size, axis=-1, keepdims=True), size.shape) if size.ndim else size
     grown = float(info.eps) + math.sqrt(max(1, reduction)) * float(np.finfo(np.float32).eps)

@@ -26,7 +26,7 @@ from tpukern.testing.programs import one_torch_thread
 from tpukern.testing.properties import Session
 from tpukern.testing.strategies import Case, Point
 
-EXAMPLES: Final = 100
+EXAMPLES: Final = 80
 _DRAWN: Final = ("parity", "finite_difference")  # what the drawn examples are asked
 _NATIVE_CASES: Final = 12
 
@@ -80,8 +80,8 @@ def parity(
         store=store,
     )
     began = time.monotonic()
-    with one_torch_thread(), contextlib.suppress(_Enough):
-        run.all(shapes or max(6, min(24, examples // 20)))
+    with one_torch_thread(), contextlib.closing(run.session.programs), contextlib.suppress(_Enough):
+        run.all(shapes or max(5, min(24, examples // 20)))
     return run.verdict(time.monotonic() - began)
 
 
@@ -135,8 +135,10 @@ class _Run:
         self.counts[name] = self.counts.get(name, 0) + 1
         if found is None or any(found.key == known.key or _same_fault(found, known) for known in self.findings):
             return
-        if found.property in ("parity", "configs_agree"):
+        if found.property in ("parity", "configs_agree") and found.output is not None:
             found = self.if_flaky(found)
+            if found.property != "deterministic" and not ask.confirmed(self.session, found):
+                return
         if shrinkable and self.shrink and found.case is not None:
             found = shrinking.shrunk(self.session, found)
         found = dataclasses.replace(found, script=repro.script(self.session, found))
@@ -149,8 +151,6 @@ class _Run:
     def if_flaky(self, found: Finding) -> Finding:
         """Returns the finding; if the kernel gives something else the next time, that instead."""
         assert found.case is not None
-        if found.output is None:
-            return found
         flaky = ask.deterministic(self.session, found.case)
         return flaky if flaky is not None and flaky.property == "deterministic" else found
 
@@ -196,6 +196,8 @@ class _Run:
         self.replay()
         if any(self.may_hang(point) for point in rich[:1]):
             self.simulate(edge)
+        if not self.stop_at_first and self.wants("parity"):
+            self.session.programs.prepare([*rich, *edge, *points])
         self.values([Case(point=point, seed=self.seed) for point in rich])
         self.dots(rich)
         self.simulate(edge)
@@ -267,6 +269,7 @@ class _Run:
         if not self.wants("parity") or self.examples < 1:
             return
         filled = [p for p in points if not p.empty]
+        self.session.programs.prepare(filled)
         last: list[Finding] = []
 
         @hypothesis.seed(self.seed)
@@ -291,7 +294,7 @@ class _Run:
     def configs(self, rich: Sequence[Point]) -> None:
         for at, point in enumerate(rich) if self.wants("configs_agree") else ():
             case = Case(point=point, seed=self.seed)
-            for found in ask.configs_agree(self.session, case, count=3, seed=self.seed + at):
+            for found in ask.configs_agree(self.session, case, count=2, seed=self.seed + at):
                 self.note("configs_agree", found)
 
     def strided(self, edge: Sequence[Point]) -> None:
