@@ -4,7 +4,6 @@ Plain interpret form pads with NaN what lies past the end of an array, so a bloc
 interpreter also poisons scratch and output windows before they are written, and reports races.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,11 +52,14 @@ def statics_of(kernel: Kernel) -> list[dict[str, Any]]:
 
 
 def cases() -> Iterator[Any]:
-    for kernel, dtype in itertools.product(KERNELS, DTYPES):
-        for statics, turn in itertools.product(statics_of(kernel), (*BORDERS, ALIGNED, TAILS)):
-            values = {**sizes_of(kernel, turn), **statics}
-            shown = ",".join(f"{name}={value}" for name, value in values.items())
-            yield pytest.param(kernel, Workload("case", dtype=dtype, **values), id=f"{kernel.name}-{dtype}-{shown}")
+    """Yields all borders at the default statics, fewer at the others, and one case in bfloat16: indexing knows no types."""
+    for kernel in KERNELS:
+        for n, statics in enumerate(statics_of(kernel)):
+            turns = (*BORDERS, ALIGNED) if n == 0 else (1, 3)
+            for dtype, turn in (*(("float32", turn) for turn in turns), ("bfloat16", TAILS)):
+                values = {**sizes_of(kernel, turn), **statics}
+                shown = ",".join(f"{name}={value}" for name, value in values.items())
+                yield pytest.param(kernel, Workload("case", dtype=dtype, **values), id=f"{kernel.name}-{dtype}-{shown}")
 
 
 def random_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> jax.Array:
@@ -72,7 +74,7 @@ def as_float64(array: jax.Array) -> torch.Tensor:
 def smallest_blocks(kernel: Kernel, signature: Signature) -> dict[str, dict[str, int]]:
     """Returns configs that cut a kernel, and all that its gradient calls, into as many steps as can be."""
     assert kernel.gradient is not None
-    called = [call.kernel for call in kernel.gradient.calls(kernel.gradient_signature(signature))]
+    called = [call.kernel for call in kernel.gradient.calls((kernel.gradient_signature(signature),))]
     blocks = {k.name: k.declaration for k in (kernel, kernel.gradient, *called) if k.is_tile}
     return {name: {f"block_{dim}": min(k.dims[dim].choices) for dim in k.blocks} for name, k in blocks.items()}
 
@@ -123,10 +125,9 @@ def test_smallest_blocks_agree_with_the_reference(kernel: Kernel, workload: Work
         check(kernel, signature)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
-def test_default_blocks_agree_with_the_reference(kernel: Kernel, dtype: str) -> None:
-    for statics in statics_of(kernel):
+def test_default_blocks_agree_with_the_reference(kernel: Kernel) -> None:
+    for dtype, statics in zip(DTYPES, (statics_of(kernel)[0], statics_of(kernel)[-1]), strict=True):
         check(kernel, kernel.workload_signature(Workload("case", dtype=dtype, **sizes_of(kernel, TAILS), **statics)))
 
 
@@ -139,15 +140,14 @@ def test_leading_axes_of_other_ranks(kernel: Kernel) -> None:
         check(kernel, kernel.workload_signature(Workload("case", dtype="float32", **{**sizes, star.name: leading}, **statics)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
-def test_zero_rows(kernel: Kernel, dtype: str) -> None:
+def test_zero_rows(kernel: Kernel) -> None:
     """Without rows the output is empty, and gradients of what all rows share are zero."""
     star = next(o.axes[0] for o in kernel.declaration.inputs if getattr(o.axes[0], "leading", False))
     sizes = {**sizes_of(kernel, TAILS), star.name: 0}
     if not all(star.name in o.names for o in kernel.declaration.outputs):
         pytest.skip(f"{star.name} is what {kernel.name} sums over")
-    signature = kernel.workload_signature(Workload("case", dtype=dtype, **sizes))
+    signature = kernel.workload_signature(Workload("case", **sizes))
     inputs = [random_array(o.shape, o.dtype, np.random.default_rng(0)) for o in signature.inputs]
     y, pullback = differentiated(kernel, inputs, {})
     assert y.size == 0
@@ -167,7 +167,7 @@ def test_tpu_interpreter_finds_nothing(kernel: Kernel, direction: str) -> None:
     one, rng = kernel.directions[direction], np.random.default_rng(0)
     blocks = smallest_blocks(kernel, signature)
     wanted = signature if direction == "forward" else kernel.gradient_signature(signature)
-    called = {f"{call.kernel.name}.{key}": v for call in one.calls(wanted) for key, v in blocks[call.kernel.name].items()}
+    called = {f"{call.kernel.name}.{key}": v for call in one.calls((wanted,)) for key, v in blocks[call.kernel.name].items()}
     bound = one.bind_signature(wanted, blocks[one.name] if one.is_tile else called)
     report = simulate(bound.function, *(random_array(o.shape, o.dtype, rng) for o in bound.signature.inputs))
     assert report.ok, report.findings
