@@ -154,7 +154,9 @@ class Launcher:
             for plan in self.plans.values():
                 plan.prepared.tally.calls = 0
 
-    def _prepare(self, key: tuple[Any, ...], tensors: Sequence[Any], keywords: Mapping[str, Any], layouts: Layouts | None) -> Plan:
+    def _prepare(
+        self, key: tuple[Any, ...], tensors: Sequence[Any], keywords: Mapping[str, Any], layouts: Layouts | None
+    ) -> Plan:
         self.check_devices(tensors)
         request = Request.read(self.kernel, tensors, keywords, layouts or {})
         plan = Plan(prepare(request, on_cpu=self.on_cpu), CALLER.op or self.kernel.op or self.kernel.name)
