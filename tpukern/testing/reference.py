@@ -90,11 +90,11 @@ def sensitivity(
 
     In each trial every element of every floating-point operand changes by one eps of its dtype, and every intermediate
     result of the torch operations that `evaluate` runs (backward too) by one eps of float32, up or down at random: Monte
-    Carlo arithmetic (Parker, 1997). An operation that ATen has a formula for in simpler ones counts as that: 1 + erf of gelu
-    cancels. Of an operation with several results the first changes by the operands' eps: that one
-    is stored in their type between forward and backward (attention's output), the others are float32 statistics. The
-    intermediates matter where results are exactly 0 for all operands, like the gradient of a softmax over one element, but
-    the terms that cancel are rounded.
+    Carlo arithmetic (Parker, 1997). An operation that ATen has a formula for in simpler ones counts as that (1 + erf of
+    gelu cancels); a sum moves by the eps of what it adds up. Of an operation with several results the first changes by the
+    operands' eps: that one is stored in their type between forward and backward (attention's output), the others are
+    float32 statistics. The intermediates matter where results are exactly 0 for all operands, like the gradient of a softmax
+    over one element, but the terms that cancel are rounded.
 
     Args:
         evaluate: From operands (float64 where they were floats) to exact results.
@@ -141,11 +141,20 @@ def _noise(stored: float, seed: int) -> contextlib.AbstractContextManager[Any]:
 
     generator, computed = torch.Generator().manual_seed(seed), float(np.finfo(np.float32).eps)
 
-    def changed(value: Any, step: float) -> Any:
+    def changed(value: Any, step: float, size: Any = None) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float64:
             return value
         signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8)
-        return value * (1 - step + 2 * step * signs)
+        return value + (value if size is None else size) * (2 * step * signs - step)
+
+    def summed(func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the root of the sum of squares of what a sum adds up: its rounding is theirs. None for other functions."""
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm") and args[0].dtype == torch.float64:
+            return func(args[0] * args[0], args[1] * args[1]).sqrt_()
+        if name == "sum" and args[0].dtype == torch.float64:
+            return func(args[0] * args[0], *args[1:], **kwargs).sqrt_()
+        return None
 
     class Noise(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +167,7 @@ def _noise(stored: float, seed: int) -> contextlib.AbstractContextManager[Any]:
             if any(r.alias_info is not None for r in func._schema.returns):
                 return results  # a view, or written in place
             if not isinstance(results, tuple | list):
-                return changed(results, computed)
+                return changed(results, computed, summed(func, args, kwargs or {}))
             return type(results)(changed(r, computed if i else stored) for i, r in enumerate(results))
 
     return Noise()

@@ -131,9 +131,14 @@ class _Run:
         return name in self.asked and any(d in PROPERTIES[name] for d in self.session.directions)
 
     def note(self, name: str, found: Finding | None, *, shrinkable: bool = False) -> None:
-        """Counts an answer and keeps a finding, once for each fault."""
+        """Counts an answer, and keeps a finding."""
         self.counts[name] = self.counts.get(name, 0) + 1
-        if found is None or any(found.key == known.key or _same_fault(found, known) for known in self.findings):
+        if found is not None:
+            self.keep(found, shrinkable=shrinkable)
+
+    def keep(self, found: Finding, *, shrinkable: bool = False) -> None:
+        """Keeps a finding, if it is a new fault."""
+        if any(found.key == known.key or _same_fault(found, known) for known in self.findings):
             return
         if found.property in ("parity", "configs_agree") and found.output is not None:
             found = self.if_flaky(found)
@@ -198,6 +203,8 @@ class _Run:
             self.simulate(edge)
         if not self.stop_at_first and self.wants("parity"):
             self.session.programs.prepare([*rich, *edge, *points])
+        for point in rich if self.wants("written_everywhere") else ():
+            self.note("written_everywhere", ask.written_everywhere(self.session, Case(point=point, seed=self.seed)))
         self.values([Case(point=point, seed=self.seed) for point in rich])
         self.dots(rich)
         self.simulate(edge)
@@ -232,18 +239,17 @@ class _Run:
             for point in rich:
                 self.counts["arithmetic"] = self.counts.get("arithmetic", 0) + 1
                 for found in ask.arithmetic(self.session, Case(point=point)):
-                    self.note("arithmetic", found)
+                    self.keep(found)
 
     def simulate(self, edge: Sequence[Point]) -> None:
         """Runs the TPU interpreter, unless it was run already."""
-        names = [name for name in ("semantics", "written_everywhere") if self.wants(name)]
-        if not names or "semantics" in self.counts:
+        if not self.wants("semantics") or "semantics" in self.counts:
             return
         for point in edge:
             found = ask.semantics(self.session, Case(point=point, seed=self.seed))
-            self.counts |= {name: self.counts.get(name, 0) + 1 for name in ("semantics", "written_everywhere")}
+            self.counts["semantics"] = self.counts.get("semantics", 0) + 1
             for finding in found:
-                self.note(finding.property, finding)
+                self.keep(finding)
             if any("hang in" in finding.what for finding in found):
                 raise _Enough  # the other stages could not end it
 

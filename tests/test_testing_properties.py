@@ -1,0 +1,281 @@
+"""Each question of a verdict, on a kernel that is right and on one that is wrong in just that way."""
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from tpukern.dsl import F32, Acc, Block, Dim, In, Kernel, Out, Ref, Scratch, dot, kernel
+from tpukern.targets import target
+from tpukern.testing import programs, properties, strategies, strides
+from tpukern.testing.findings import Finding
+from tpukern.testing.properties import Session
+from tpukern.testing.strategies import Case
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+R, D = Block(8, 16), Block(128, 256)
+TOLERANCE = 4
+
+
+def square_reference(x: "Tensor") -> "Tensor":
+    return x * x
+
+
+def squares(body: Any, op: str | None = None, **options: Any) -> Kernel:
+    """Returns a kernel of one input that has a body, differentiated as a square is."""
+
+    @kernel(op=op, reference=square_reference, tolerance=TOLERANCE, name=body.__name__, **options)
+    def made(x: Ref = In("*r d"), y: Ref = Out("*r d"), *, r: Dim = R) -> None:
+        body(x, y, r)
+
+    @made.backward
+    @kernel
+    def made_backward(x: Ref = In("*r d"), dy: Ref = In("*r d"), dx: Ref = Out("*r d"), *, r: Dim = R) -> None:
+        dx[...] = (2 * x[...].astype(F32) * dy[...].astype(F32)).astype(dx.dtype)
+
+    return made
+
+
+def right(x: Ref, y: Ref, r: Dim) -> None:
+    y[...] = (x[...].astype(F32) ** 2).astype(y.dtype)
+
+
+def edge(k: Kernel, dtype: str = "float32") -> Case:
+    return Case(point=next(p for p in strategies.just_above(k, 0) if p.dtype == dtype))
+
+
+def rich(k: Kernel, dtype: str = "float32") -> Case:
+    return Case(point=next(p for p in strategies.rich(k, 0) if p.dtype == dtype))
+
+
+def only(found: Any) -> Finding:
+    real = [f for f in (found if not isinstance(found, Finding) else [found]) if f is not None]
+    assert len(real) >= 1
+    return real[0]
+
+
+GOOD = squares(right, op="verify_tests::square")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_found_in_a_right_kernel(dtype: str) -> None:
+    session, case = Session(GOOD), rich(GOOD, dtype)
+    assert properties.parity(session, case) is None
+    assert properties.deterministic(session, case, again=True) is None
+    assert properties.written_everywhere(session, case) is None
+    assert properties.finite_difference(session, case) is None
+    assert list(properties.batch_invariant(session, case)) == [None, None]
+    assert list(properties.configs_agree(session, case, count=2, seed=0)) == [None, None]
+    assert list(properties.arithmetic(session, case)) == []
+    assert properties.semantics(session, edge(GOOD, dtype)) == []
+    assert list(strides.strides(session, edge(GOOD, dtype))) == [None] * 4
+    assert 0 < session.worst["y", dtype].ulps < 1
+
+
+def test_a_wrong_output_and_a_wrong_gradient() -> None:
+    def biased(x: Ref, y: Ref, r: Dim) -> None:
+        y[...] = (1.001 * x[...].astype(F32) ** 2).astype(y.dtype)
+
+    k = squares(biased)
+    found = only(properties.parity(Session(k), rich(k)))
+    assert (found.property, found.direction, found.output) == ("parity", "forward", "y")
+    assert found.ulps is not None
+    assert 100 < found.ulps < 1e5
+    assert found.what.startswith("y is off by ")
+    assert found.what.endswith("; the bound is 4")
+
+    @kernel(reference=square_reference, tolerance=TOLERANCE)
+    def halved(x: Ref = In("*r d"), y: Ref = Out("*r d"), *, r: Dim = R) -> None:
+        y[...] = x[...] * x[...]
+
+    @halved.backward
+    def halved_backward(x: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+        return {"dx": x * dy}
+
+    found = only(properties.parity(Session(halved), rich(halved)))
+    assert (found.direction, found.output) == ("backward", "dx")
+    assert properties.parity(Session(halved, ("forward",)), rich(halved)) is None
+
+
+def test_float32_that_is_computed_in_bfloat16() -> None:
+    def short(x: Ref, y: Ref, r: Dim) -> None:
+        y[...] = (x[...].astype(jnp.bfloat16) ** 2).astype(y.dtype)
+
+    k = squares(short)
+    assert only(properties.parity(Session(k), rich(k))).output == "y"
+    assert properties.parity(Session(k), rich(k, "bfloat16")) is None
+
+
+def test_a_reference_whose_gradient_is_not_its_own() -> None:
+    def detached(x: "Tensor") -> "Tensor":
+        return x * x.detach()
+
+    k = squares(right)
+    k.reference = detached
+    found = only(properties.finite_difference(Session(k), rich(k)))
+    assert found.property == "finite_difference"
+    assert found.got is not None
+    assert found.want == pytest.approx(2 * found.got, rel=1e-3)
+
+
+def test_no_finite_difference_is_asked_for_where_it_jumps() -> None:
+    def stairs(x: "Tensor") -> "Tensor":
+        return x * 0 + (1000 * x).round()
+
+    k = squares(right)
+    k.reference = stairs
+    assert properties.finite_difference(Session(k), rich(k)) is None
+
+
+def test_a_config_that_is_wrong() -> None:
+    def tall(x: Ref, y: Ref, r: Dim) -> None:
+        y[...] = (x[...].astype(F32) ** 2).astype(y.dtype)
+        if r.block > 8:
+            y[...] = y[...] + 1
+
+    k = squares(tall)
+    found = only(properties.configs_agree(Session(k), rich(k), count=3, seed=0))
+    assert (found.property, found.output) == ("configs_agree", "y")
+    assert found.case is not None
+    assert found.case.point.forward["block_r"] == 16
+
+
+def test_two_outputs_of_a_flaky_kernel() -> None:
+    ticks = itertools.count(1)
+
+    def flaky(x: Ref, y: Ref, r: Dim) -> None:
+        y[...] = (x[...].astype(F32) ** 2 * (1 + 2.0**-20 * next(ticks))).astype(y.dtype)
+
+    k = squares(flaky)
+    found = only(properties.deterministic(Session(k), rich(k), again=True))
+    assert found.what == f"not deterministic: traced twice y[0, 0] is {found.got!r} and {found.want!r}"
+    assert found.got != found.want
+
+
+def test_rows_that_know_each_other() -> None:
+    def mixed(x: Ref, y: Ref, r: Dim) -> None:
+        v = x[...].astype(F32)
+        y[...] = (v * v + 1e-30 * jnp.sum(v[:8])).astype(y.dtype)
+
+    k = squares(mixed)
+    session = Session(k)
+    found = only(properties.batch_invariant(session, rich(k)))
+    assert (found.property, found.output) == ("batch_invariant", "y")
+    assert found.what.endswith("when other entries of r hold NaN")
+
+
+def test_a_tail_that_is_not_written() -> None:
+    def skipped(x: Ref, y: Ref, r: Dim) -> None:
+        @pl.when(r.index == 0)
+        def _() -> None:
+            y[...] = (x[...].astype(F32) ** 2).astype(y.dtype)
+
+    k = squares(skipped)
+    found = only(properties.written_everywhere(Session(k), edge(k)))
+    assert (found.property, found.direction, found.output) == ("written_everywhere", "forward", "y")
+    assert found.what == "64 of 576 elements of y are not written, from [8, 0] on"
+    found = only(properties.semantics(Session(k), edge(k)))
+    assert (found.property, found.direction) == ("semantics", "forward")
+
+
+def test_memory_that_is_read_before_it_is_written() -> None:
+    @kernel(reference=square_reference, tolerance=TOLERANCE)
+    def stale(x: Ref = In("*r d"), y: Ref = Out("*r d"), old: Ref = Scratch("8 128"), *, r: Dim = R) -> None:
+        y[...] = (x[...].astype(F32) ** 2 + jnp.where(old[0, 0] > -1.0, 0.0, 1.0)).astype(y.dtype)
+        old[...] = jnp.zeros(old.shape)
+
+    found = only(properties.semantics(Session(stale), edge(stale)))
+    assert found.property == "semantics"
+    assert found.what.startswith("uninitialised in stale in grid step (0,): output 0, ")
+    assert "is read before it is written" in found.what
+
+
+def product_reference(x: "Tensor", w: "Tensor") -> "Tensor":
+    return x @ w
+
+
+def products(multiply: Any) -> Kernel:
+    @kernel(reference=product_reference, tolerance=TOLERANCE, dtypes=("float32",))
+    def product(
+        x: Ref = In("m k"), w: Ref = In("k n"), y: Ref = Out("m n"), acc: Ref = Acc("m n"), *, m: Dim = R, k: Dim = D
+    ) -> None:
+        acc[...] += multiply(x[...], w[...])
+
+        @pl.when(k.last)
+        def _() -> None:
+            y[...] = acc[...].astype(y.dtype)
+
+    return product
+
+
+def test_dots_and_the_precision_that_they_state() -> None:
+    plain = products(lambda x, w: jnp.dot(x, w, preferred_element_type=F32))
+    found = only(properties.arithmetic(Session(plain), edge(plain)))
+    assert found.what == (
+        "a dot of float32[9,128] and float32[128,130] in product states no precision; use tpukern.dsl.dot, or say precision="
+        if "130" in found.what
+        else found.what
+    )
+    assert "states no precision" in found.what
+    assert only(properties.parity(Session(plain), rich(plain))).output == "y"  # bfloat16 passes, as on the chip
+    stated = products(dot)
+    assert list(properties.arithmetic(Session(stated), edge(stated))) == []
+    assert properties.parity(Session(stated), rich(stated)) is None
+    high = products(lambda x, w: jnp.dot(x, w, precision="high", preferred_element_type=F32))
+    found = only(properties.parity(Session(high), rich(high)))
+    assert found.property == "arithmetic"
+    assert "states HIGH" in found.what
+
+
+def test_an_exception_names_its_line() -> None:
+    def broken(x: Ref, y: Ref, r: Dim) -> None:
+        raise RuntimeError("own words")
+
+    k = squares(broken)
+    found = only(properties.parity(Session(k), rich(k)))
+    assert found.what.startswith("it raises RuntimeError in broken, line ")
+    assert found.what.endswith(": own words")
+
+
+def test_the_compiler_judges_every_chip_and_direction() -> None:
+    good = list(properties.compiles(Session(GOOD), [rich(GOOD).point], [target("v5e")]))
+    assert good == [None, None]
+
+    def sorted_rows(x: Ref, y: Ref, r: Dim) -> None:
+        y[...] = jnp.sort(x[...], axis=1)
+
+    k = squares(sorted_rows)
+    found = only(properties.compiles(Session(k, ("forward",)), [rich(k).point], [target("v5e")]))
+    assert (found.property, found.direction) == ("compiles", "forward")
+    assert found.what.startswith("v5e: ")
+
+
+def test_layouts_hold_what_they_should() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for layout in ("transposed", "offset", "every second"):
+        tensor = strides.laid_out(array, layout)
+        assert np.array_equal(tensor.numpy(), array)
+        assert not tensor.is_contiguous()
+    repeated = strides.laid_out(array, "repeated")
+    assert repeated.stride()[0] == 0
+    assert np.array_equal(repeated.numpy()[1], array[0])
+
+
+def test_a_program_that_does_not_end() -> None:
+    def endless(x: Ref, y: Ref, r: Dim) -> None:
+        v = x[...].astype(F32)
+        y[...] = jax.lax.while_loop(lambda s: s[0, 0] < 1e30, lambda s: s * 0, v * v).astype(y.dtype)
+
+    k = squares(endless)
+    assert properties.may_hang(Session(k), rich(k).point)
+    assert not properties.may_hang(Session(GOOD), rich(GOOD).point)
+    found = only(properties.semantics(Session(k, ("forward",), timeout=2), edge(k)))
+    assert "still running after 2 s" in found.what
+    assert "in grid step (" in found.what
+    assert programs.within(0.05, lambda: __import__("time").sleep(1)) is None
