@@ -9,15 +9,17 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.extend import core
 
-from tpukern.dsl import Kernel, Signature, using
+from tpukern.dsl import Kernel, Operand, Signature, using
 from tpukern.errors import ParityError
 from tpukern.targets import Target
 from tpukern.testing import arithmetic
 from tpukern.testing.reference import Arrays
 from tpukern.testing.strategies import Case, Point
+from tpukern.testing.values import dtype_named
 
 # Programs run some dozen times, on small arrays: compiling them is what costs. Level 0 is faster still, and wrong: jaxlib
 # 0.10.2 doubled one row of a bfloat16 product.
@@ -58,8 +60,17 @@ class Plan:
         wanted = [o for o in self.signature.outputs if o.name in self.cotangents] if self.backward is not None else []
         return [jax.ShapeDtypeStruct(o.shape, jnp.dtype(o.dtype)) for o in (*self.signature.inputs, *wanted)]
 
-    def function(self) -> Callable[..., tuple[Any, ...]]:
+    @property
+    def handed_on(self) -> tuple[Operand, ...]:
+        """The outputs that the gradient takes."""
+        taken = () if self.backward is None else tuple(o.name for o in self.backward.inputs)
+        return tuple(o for o in self.signature.outputs if o.name in taken)
+
+    def function(self, *, nudged: bool = False) -> Callable[..., tuple[Any, ...]]:
         """Returns the JAX function from operands to results.
+
+        Args:
+            nudged: It takes further operands, one for each of `handed_on`: what the gradient gets is multiplied by them.
 
         Raises:
             TpukernError: The kernel refuses the call.
@@ -72,12 +83,15 @@ class Plan:
 
         def both(*operands: Any) -> tuple[Any, ...]:
             with using(interpret=True):
-                inputs = operands[: len(self.signature.inputs)]
+                count = len(self.specs)
+                nudges = dict(zip((o.name for o in self.handed_on), operands[count:], strict=True)) if nudged else {}
+                inputs, operands = operands[: len(self.signature.inputs)], operands[:count]
                 outputs = forward.function(*inputs)
                 if backward is None:
                     return tuple(outputs)
                 named = {o.name: a for o, a in zip(self.signature.inputs, inputs, strict=True)}
                 named |= {o.name: a for o, a in zip(self.signature.outputs, outputs, strict=True)}
+                named |= {name: (named[name] * nudge).astype(named[name].dtype) for name, nudge in nudges.items()}
                 named |= {f"d{name}": a for name, a in zip(self.cotangents, operands[len(inputs) :], strict=True)}
                 return (*outputs, *backward.function(*(named[o.name] for o in backward.signature.inputs)))
 
@@ -115,27 +129,41 @@ class Program:
 
     def __init__(self, plan: Plan, chip: Target | None, *, timeout: float = 60.0, optimised: bool = False) -> None:
         self.plan, self.timeout, self._ran = plan, timeout, False
-        closed = jax.make_jaxpr(plan.function())(*plan.specs)
+        self._still = [np.ones(o.shape, np.float32) for o in plan.handed_on]
+        specs = [*plan.specs, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._still)]
+        closed = jax.make_jaxpr(plan.function(nudged=True))(*specs)
         if chip is not None:
             closed = arithmetic.rounded(closed, chip)
         self._compiled = (
-            jax.jit(core.jaxpr_as_fun(closed)).lower(*plan.specs).compile(compiler_options=None if optimised else _OPTIONS)
+            jax.jit(core.jaxpr_as_fun(closed)).lower(*specs).compile(compiler_options=None if optimised else _OPTIONS)
         )
 
-    def run(self, operands: Sequence[np.ndarray]) -> Arrays:
+    def run(self, operands: Sequence[np.ndarray], seed: int | None = None) -> Arrays:
         """Runs it.
+
+        Args:
+            operands: Inputs, then cotangents.
+            seed: If given, what the gradient gets of the outputs moves by one eps, up or down at random.
 
         Raises:
             ParityError: It does not end.
         """
+        nudges = self._still if seed is None else self._nudges(np.random.default_rng(seed))
         if self._ran:
-            return self._results(operands)
-        results = within(self.timeout, lambda: self._results(operands))
+            return self._results([*operands, *nudges])
+        results = within(self.timeout, lambda: self._results([*operands, *nudges]))
         if results is None:
             found = f"it still runs after {self.timeout:g} s, on {self.plan.point}"
             raise ParityError(self.plan.kernel.name, found, "a kernel that ends")
         self._ran = True
         return results
+
+    def _nudges(self, rng: np.random.Generator) -> list[np.ndarray]:
+        found = []
+        for o in self.plan.handed_on:
+            step = float(ml_dtypes.finfo(dtype_named(o.dtype)).eps)
+            found.append((1 + step * rng.choice((-1.0, 1.0), o.shape)).astype(np.float32))
+        return found
 
     def _results(self, operands: Sequence[np.ndarray]) -> Arrays:
         results = jax.block_until_ready(self._compiled(*operands))

@@ -99,7 +99,7 @@ def parity(session: Session, case: Case, *, name: str = "parity", program: Progr
         program = program or session.programs[case.point]
         operands = program.plan.operands(case)
         results = program.run(operands)
-        return judged(session, program.plan, case, operands, results, name)
+        return judged(session, program.plan, case, operands, results, name, program)
     except Exception as error:
         return refused(session, case, name, error)
 
@@ -113,10 +113,16 @@ def confirmed(session: Session, found: Finding) -> bool:
 
 
 def judged(
-    session: Session, plan: Plan, case: Case, operands: Sequence[np.ndarray], results: reference.Arrays, name: str
+    session: Session,
+    plan: Plan,
+    case: Case,
+    operands: Sequence[np.ndarray],
+    results: reference.Arrays,
+    name: str,
+    program: Program | None = None,
 ) -> Finding | None:
     """Returns the worst result that is beyond its bound, and notes the errors of all."""
-    oracle, found = Oracle(plan, operands), None
+    oracle, found = Oracle(plan, operands, program), None
     for o in session.results_of(plan):
         if o.name not in results:
             continue
