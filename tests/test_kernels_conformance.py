@@ -35,9 +35,9 @@ def sizes_of(kernel: Kernel, turn: int) -> dict[str, int]:
         if turn == ALIGNED:
             sizes[name] = 2 * min(k.dims[name].choices) if name in k.blocks else 1 if name in k.dims else 128
         elif name not in k.dims:
-            sizes[name] = WHOLE[(turn + n) % len(WHOLE)]
+            sizes[name] = WHOLE[0 if turn == TAILS else (turn + n) % len(WHOLE)]
         elif k.dims[name].each:
-            sizes[name] = 1 + (turn + n) % 2
+            sizes[name] = 2 if turn == TAILS else 1 + (turn + n) % 2
         else:
             block = min(k.dims[name].choices)
             sizes[name] = (1, block - 1, block, block + 1, 2 * block + 37)[4 if turn == TAILS else (turn + n) % 5]
@@ -71,12 +71,22 @@ def as_float64(array: jax.Array) -> torch.Tensor:
     return torch.tensor(np.asarray(array, np.float64), requires_grad=True)
 
 
-def smallest_blocks(kernel: Kernel, signature: Signature) -> dict[str, dict[str, int]]:
-    """Returns configs that cut a kernel, and all that its gradient calls, into as many steps as can be."""
+def small_blocks(kernel: Kernel, signature: Signature, larger: int | None = None) -> dict[str, dict[str, int]]:
+    """Returns configs that cut a kernel and its gradient into as many steps as can be.
+
+    With `larger`, every second dim has the next larger block: the odd ones or the even ones.
+    """
+
+    def blocks_of(k: Kernel, of: Signature) -> dict[str, int]:
+        if not k.is_tile:
+            called = [call.kernel for call in k.calls((of,))]
+            return {f"{inner.name}.{key}": value for inner in called for key, value in blocks_of(inner, of).items()}
+        choices = [(f"block_{name}", sorted(k.declaration.dims[name].choices)) for name in k.declaration.blocks]
+        return {key: some[larger is not None and n % 2 == larger] for n, (key, some) in enumerate(choices)}
+
     assert kernel.gradient is not None
-    called = [call.kernel for call in kernel.gradient.calls((kernel.gradient_signature(signature),))]
-    blocks = {k.name: k.declaration for k in (kernel, kernel.gradient, *called) if k.is_tile}
-    return {name: {f"block_{dim}": min(k.dims[dim].choices) for dim in k.blocks} for name, k in blocks.items()}
+    backward = kernel.gradient_signature(signature)
+    return {kernel.name: blocks_of(kernel, signature), kernel.gradient.name: blocks_of(kernel.gradient, backward)}
 
 
 def differentiated(kernel: Kernel, inputs: list[jax.Array], statics: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -121,7 +131,17 @@ def check(kernel: Kernel, signature: Signature) -> None:
 @pytest.mark.parametrize(("kernel", "workload"), list(cases()))
 def test_smallest_blocks_agree_with_the_reference(kernel: Kernel, workload: Workload) -> None:
     signature = kernel.workload_signature(workload)
-    with using(configs=smallest_blocks(kernel, signature)):
+    with using(configs=small_blocks(kernel, signature)):
+        check(kernel, signature)
+
+
+@pytest.mark.parametrize("larger", [0, 1])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if len(k.declaration.blocks) > 1], ids=lambda k: k.name)
+def test_unequal_blocks_agree_with_the_reference(kernel: Kernel, larger: int) -> None:
+    """A span that only holds where blocks of queries and keys begin together shows here."""
+    statics = statics_of(kernel)[-1]
+    signature = kernel.workload_signature(Workload("case", dtype="float32", **sizes_of(kernel, TAILS), **statics))
+    with using(configs=small_blocks(kernel, signature, larger)):
         check(kernel, signature)
 
 
@@ -165,10 +185,8 @@ def test_tpu_interpreter_finds_nothing(kernel: Kernel, direction: str) -> None:
         Workload("case", dtype="float32", **sizes_of(kernel, TAILS), **statics_of(kernel)[-1])
     )
     one, rng = kernel.directions[direction], np.random.default_rng(0)
-    blocks = smallest_blocks(kernel, signature)
     wanted = signature if direction == "forward" else kernel.gradient_signature(signature)
-    called = {f"{call.kernel.name}.{key}": v for call in one.calls((wanted,)) for key, v in blocks[call.kernel.name].items()}
-    bound = one.bind_signature(wanted, blocks[one.name] if one.is_tile else called)
+    bound = one.bind_signature(wanted, small_blocks(kernel, signature)[one.name])
     report = simulate(bound.function, *(random_array(o.shape, o.dtype, rng) for o in bound.signature.inputs))
     assert report.ok, report.findings
     assert report.steps > 4

@@ -19,7 +19,10 @@ from tpukern.testing import jaxprs
 KERNELS: list[Kernel] = [getattr(kernels, name) for name in kernels.__all__]
 BOTH = list(itertools.chain.from_iterable(kernel.directions.values() for kernel in KERNELS))
 SMALL = {"block_i": 128, "block_j": 128}
-SMALL_ATTENTION = dict.fromkeys(("flash_attention", "flash_attention_dkv", "flash_attention_dq"), SMALL)
+SMALL_ATTENTION = {
+    "flash_attention": SMALL,
+    "flash_attention_backward": {f"flash_attention_{part}.{key}": v for part in ("dkv", "dq") for key, v in SMALL.items()},
+}
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> jax.Array:
@@ -71,7 +74,9 @@ def test_activations(act: str, dtype: str) -> None:
     wanted = torch.autograd.grad(want, exact, tensor(dy))
     limit = linear.tolerance[dtype] * float(jnp.finfo(dtype).eps)
     for got, right in zip((y, *pullback(dy)), (want, *wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float64), right.detach(), rtol=0, atol=limit * float(right.abs().max()))
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), right.detach(), rtol=0, atol=limit * float(right.detach().abs().max())
+        )
 
 
 def test_unknown_activation() -> None:
@@ -114,12 +119,10 @@ def test_attention_with_huge_scores() -> None:
     q, k, v = 30 * normal(1, 1, 200, 64), 30 * normal(1, 1, 200, 64, seed=1), normal(1, 1, 200, 64, seed=2)
     exact = [tensor(array).requires_grad_() for array in (q, k, v)]
     want = torch.nn.functional.scaled_dot_product_attention(*exact)
-    (wanted,) = torch.autograd.grad(want.sum(), exact[2])
-    o, dq, dk, dv = attention_and_gradients(q, k, v)
-    np.testing.assert_allclose(o, want.detach(), rtol=0, atol=2e-3)
-    np.testing.assert_allclose(dv, wanted, rtol=4e-3, atol=1e-5)
-    np.testing.assert_allclose(dq, 0, atol=1e-2)  # all terms, some of size 100, cancel
-    np.testing.assert_allclose(dk, 0, atol=1e-2)
+    wanted = torch.autograd.grad(want.sum(), exact)
+    for got, right in zip(attention_and_gradients(q, k, v), (want, *wanted), strict=True):
+        scale = float(right.detach().abs().max())
+        np.testing.assert_allclose(got, right.detach(), rtol=0, atol=4e-3 * scale)
 
 
 def test_attention_with_very_negative_scores() -> None:
