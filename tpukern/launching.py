@@ -176,10 +176,12 @@ class Launcher:
     def check_devices(self, tensors: Sequence[Any]) -> None:
         """Raises SignatureError if not all of them are tensors on this launcher's device."""
         k = self.kernel.declaration
-        wanted = "cpu" if self.on_cpu else "tpu"
-        for o, tensor in zip(k.inputs, tensors, strict=False):
+        given = list(zip(k.inputs, tensors, strict=False))
+        for o, tensor in given:
             if not isinstance(tensor, torch.Tensor):
                 raise SignatureError(k.kernel, f"{o.name} is a {type(tensor).__name__}", "a tensor")
+        wanted = "cpu" if self.on_cpu else "tpu"
+        for o, tensor in given:
             if tensor.device.type != wanted:
                 found = f"{o.name} is on {tensor.device.type}, other operands on {wanted}"
                 raise SignatureError(k.kernel, found, "all operands on one device")

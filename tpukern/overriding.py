@@ -84,9 +84,10 @@ class Active:
 
 
 def _all() -> Chosen:
-    """Returns the overrides of all kernels; of a kernel that was declared again, those of its newest version."""
+    """Returns the overrides of all kernels but those whose op was refused; of one declared again, those of its newest version."""
     newest = {(k.fn.__module__, k.fn.__qualname__, k.op, tuple(o.op for o in k.overrides)): k for k in declared.kernels()}
-    current = [k for k in newest.values() if k.op is None or REGISTRY.ops[k.op].kernel is k]
+    registered = {entry.kernel for entry in REGISTRY.ops.values()}
+    current = [k for k in newest.values() if k.op is None or k in registered]
     return [(kernel, override) for kernel in current for override in kernel.overrides]
 
 
