@@ -1,7 +1,7 @@
 """Imports torch before warnings are errors: loading it and torch_tpu warns about their own deprecated calls.
 
-The device is started before the first test, once a process and so once an xdist worker: PyTorch's autograd asks torch_tpu for its
-devices, which would load libtpu and leave no way to the emulated one.
+The device is started before the first test, once a process and so once an xdist worker: PyTorch's autograd asks torch_tpu for
+its devices, which would load libtpu and leave no way to the emulated one.
 """
 
 import warnings

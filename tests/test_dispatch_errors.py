@@ -212,7 +212,8 @@ def test_no_gradient(tpu: str) -> None:
         ("a::b::c", "fresh[override]: op 'a::b::c'; expected namespace::name."),
         (
             "aten::fresh",
-            "fresh[override]: op 'aten::fresh' is in a namespace of PyTorch's; expected one of your own. Use Override for ATen ops.",
+            "fresh[override]: op 'aten::fresh' is in a namespace of PyTorch's; expected one of your own. "
+            "Use Override for ATen ops.",
         ),
         (
             "dispatch_errors::product",

@@ -39,15 +39,27 @@ if TYPE_CHECKING:
         Scalar,
         Scratch,
         Workload,
-        kernel,
     )
+    from tpukern.dsl.decorator import kernel
     from tpukern.explanation import explain
     from tpukern.lowering import Lowered, lower
 
 _EXPORTS = {
-    **dict.fromkeys(
-        "Acc Block Choice Dim Each In Kernel Out Override Prefetch Ref Scalar Scratch Workload kernel".split(), "tpukern.dsl"
-    ),
+    "Acc": "tpukern.dsl",
+    "Block": "tpukern.dsl",
+    "Choice": "tpukern.dsl",
+    "Dim": "tpukern.dsl",
+    "Each": "tpukern.dsl",
+    "In": "tpukern.dsl",
+    "Kernel": "tpukern.dsl",
+    "Out": "tpukern.dsl",
+    "Override": "tpukern.dsl",
+    "Prefetch": "tpukern.dsl",
+    "Ref": "tpukern.dsl",
+    "Scalar": "tpukern.dsl",
+    "Scratch": "tpukern.dsl",
+    "Workload": "tpukern.dsl",
+    "kernel": "tpukern.dsl",
     "Lowered": "tpukern.lowering",
     "lower": "tpukern.lowering",
     "Compiled": "tpukern.compiling",
@@ -59,11 +71,42 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "TARGETS", "Acc", "Block", "Choice", "CompileError", "Compiled", "ConfigError", "DeviceError", "Dim", "Each", "In", "Kernel",
-    "LowerError", "Lowered", "Out", "Override", "OverrideError", "ParityError", "Prefetch", "Ref", "Scalar", "Scratch",
-    "SignatureError", "Target", "TpukernError", "Workload", "__version__", "compile", "device_kind", "disable", "enable",
-    "explain", "kernel", "lower", "target",
-]  # fmt: skip
+    "TARGETS",
+    "Acc",
+    "Block",
+    "Choice",
+    "CompileError",
+    "Compiled",
+    "ConfigError",
+    "DeviceError",
+    "Dim",
+    "Each",
+    "In",
+    "Kernel",
+    "LowerError",
+    "Lowered",
+    "Out",
+    "Override",
+    "OverrideError",
+    "ParityError",
+    "Prefetch",
+    "Ref",
+    "Scalar",
+    "Scratch",
+    "SignatureError",
+    "Target",
+    "TpukernError",
+    "Workload",
+    "__version__",
+    "compile",
+    "device_kind",
+    "disable",
+    "enable",
+    "explain",
+    "kernel",
+    "lower",
+    "target",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,7 @@ class Active:
 
 
 def _all() -> Chosen:
-    """Returns the overrides of all kernels but those whose op was refused; of one declared again, those of its newest version."""
+    """Returns the overrides of all kernels whose op was not refused; of one declared again, those of its newest version."""
     newest = {(k.fn.__module__, k.fn.__qualname__, k.op, tuple(o.op for o in k.overrides)): k for k in declared.kernels()}
     registered = {entry.kernel for entry in REGISTRY.ops.values()}
     current = [k for k in newest.values() if k.op is None or k in registered]
