@@ -4,9 +4,14 @@ The device is started before the first test, once a process and so once an xdist
 its devices, which would load libtpu and leave no way to the emulated one.
 """
 
+import signal
 import warnings
 
 import pytest
+
+# A runner in the background may leave SIGINT ignored, which children would inherit; some tests interrupt theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -162,7 +162,7 @@ class Checkout:
     def installed(self) -> dict[str, str]:
         """Name and version of what is in the environment, without pip and setuptools."""
         code = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-        done = subprocess.run([str(self.venv / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True)
+        done = subprocess.run([str(self.venv / "bin" / "python"), "-I", "-c", code], capture_output=True, text=True, check=True)
         return {name: version for name, version in json.loads(done.stdout).items() if name not in ("pip", "setuptools")}
 
 

@@ -109,8 +109,8 @@ def run(*command: str | Path, **environment: str) -> None:
     Raises:
         DemoError: It failed.
     """
-    shown = " ".join(str(word).replace(f"{ROOT}{os.sep}", "") for word in command)
-    shown = shown.replace(str(TPUKERN), "tpukern").replace(sys.executable, "python")
+    names = {str(TPUKERN): "tpukern", sys.executable: "python"}
+    shown = " ".join(names.get(str(word), str(word).replace(f"{ROOT}{os.sep}", "")) for word in command)
     print(f"$ {shown}", flush=True)
     done = subprocess.run(
         [str(word) for word in command], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, check=False

@@ -165,8 +165,9 @@ def _wanted(session: "Session", plan: programs.Plan, found: Finding, backward: b
         want = f"want = {reference}" + (f"[{at}]" if at is not None else "")
     else:
         leaf = f't["{(found.output or "")[1:]}"]'
+        exact += f"; {leaf}.requires_grad_()"
         given = ", ".join(f't["d{n}"]' for n in plan.cotangents)
-        want = f"want, = torch.autograd.grad({reference}, [{leaf}.requires_grad_()], [{given}])"
+        want = f"want, = torch.autograd.grad({reference}, [{leaf}], [{given}])"
     show = "print('got', np.asarray(got), 'want', want.detach().numpy(), sep='\\n')"
     off = "print('largest difference', np.nanmax(np.abs(np.asarray(got, 'float64') - want.detach().numpy())))"
     return [exact, want, show, off]
@@ -184,7 +185,7 @@ def keep(folder: Path, kernel: Kernel, found: Finding) -> None:
     if found.case is None or found.property not in ("parity", "configs_agree", "deterministic"):
         return
     try:
-        entry = to_json(found.case)
+        entry = json.loads(json.dumps(to_json(found.case)))
         entries = [entry, *(e for e in _entries(folder, kernel) if e != entry)][:_KEPT]
         text = json.dumps({"kernel": kernel.name, "cases": entries}, indent=1)
     except (TypeError, ValueError):
