@@ -59,8 +59,9 @@ def compile_named(monkeypatch, befall, **keywords):
         worker.task, worker.deadline = task, time.monotonic() + timeout_s  # sent, but it cannot have been answered
         befall(worker)
 
-    monkeypatch.setattr(worker_pool._Worker, "send", watched)
-    results = compiling.compile_many(jobs, workers=1, **keywords)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_pool._Worker, "send", watched)
+        results = compiling.compile_many(jobs, workers=1, **keywords)
     assert [r.kernel for r in results] == list(NAMES)
     first, victim, last = results
     assert first.ok, first.error
@@ -74,7 +75,6 @@ def test_a_killed_worker_fails_its_job_alone(monkeypatch, temp_folder):
     victim = compile_named(monkeypatch, lambda worker: os.kill(worker.process.pid, signal.SIGKILL))
     assert victim.error == "victim[compile] on v5e: the compile worker ended with signal SIGKILL."
     assert list(temp_folder.iterdir()) == []
-    monkeypatch.undo()
     again = compiling.compile(job("victim", 1.0).bound, "v5e")
     assert (again.ok, again.cached) == (True, False)  # such a failure is not kept
 

@@ -73,6 +73,8 @@ def test_activations(act: str, dtype: str) -> None:
     want = linear.reference(*exact, act=act)
     wanted = torch.autograd.grad(want, exact, tensor(dy))
     limit = linear.tolerance[dtype] * float(jnp.finfo(dtype).eps)
+    if dtype == "float32":  # a unit grows with the root of what is summed: see tpukern.testing.ulp
+        limit *= 1 + 300**0.5
     for got, right in zip((y, *pullback(dy)), (want, *wanted), strict=True):
         np.testing.assert_allclose(
             np.asarray(got, np.float64), right.detach(), rtol=0, atol=limit * float(right.detach().abs().max())
