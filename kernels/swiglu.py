@@ -37,7 +37,7 @@ def reference(gate: "Tensor", up: "Tensor") -> "Tensor":
         Workload("qwen3_8b_prefill", m=8192, f=12288, source="Qwen/Qwen3-8B config: intermediate_size 12288"),
         Workload("qwen3_30b_a3b_expert", m=512, f=768, source=QWEN_MOE),
     ),
-    tolerance={"float32": 4, "bfloat16": 1},
+    tolerance={"float32": 20, "bfloat16": 1},
 )
 def swiglu(
     gate: Ref = In("*m f"),
