@@ -6,7 +6,7 @@
 The parts, from the bottom: `values` (inputs), `ulp` (the one error metric), `reference` (what should come out), `jaxprs`
 (rewriting of traced programs), `arithmetic` (what the chip's units compute), `watching` and `semantics` (what its memory
 does); `strategies` (what is drawn from a declaration), `programs` (kernels ready to run), `judging` (what counts as right),
-`properties` and `strides` (the questions), `shrinking` and `repro` (what becomes of failures), `verdict` (all of it).
+`properties`, `on_chip` and `strides` (the questions), `shrinking` and `repro` (what becomes of failures), `verdict` (all).
 """
 
 import importlib

@@ -108,7 +108,7 @@ class Oracle:
     @functools.cached_property
     def single(self) -> Arrays:
         """The results of the reference in float32."""
-        wide = [a.astype(np.float32) if _floating(a) else a for a in self.operands]
+        wide = [a.astype(np.float32) if floating(a) else a for a in self.operands]
         try:
             return self.evaluate(wide, exact=False)
         except ParityError:
@@ -128,7 +128,7 @@ class Oracle:
         return [self.evaluate(self._standing_in(turn)) for turn in range(len(_STANDINS))]
 
     def _standing_in(self, turn: int) -> list[np.ndarray]:
-        return [np.where(np.isfinite(a), a, np.asarray(_STANDINS[turn], a.dtype)) if _floating(a) else a for a in self.operands]
+        return [np.where(np.isfinite(a), a, np.asarray(_STANDINS[turn], a.dtype)) if floating(a) else a for a in self.operands]
 
     def sensitivity(self, name: str, trials: int) -> np.ndarray:
         """Returns how far a result moves when everything is rounded; finite numbers stand in for NaN and Inf."""
@@ -181,7 +181,7 @@ class Oracle:
             return {}
         still = self.program.run(self.operands)
         total: dict[str, Any] = dict.fromkeys((o.name for o in self.plan.backward.outputs), 0.0) if self.plan.backward else {}
-        coarsest = max((float(ulp.ml_dtypes.finfo(a.dtype).eps) for a in self.operands if _floating(a)), default=1.0)
+        coarsest = max((float(ulp.ml_dtypes.finfo(a.dtype).eps) for a in self.operands if floating(a)), default=1.0)
         with np.errstate(all="ignore"):
             for seed in range(_NUDGES):
                 moved = self.program.run(self.operands, seed)
@@ -242,7 +242,7 @@ class Oracle:
         names = [*(x.name for x in k.inputs), *self.plan.cotangents]
         for name, array in zip(names, self.operands, strict=False):
             source = k.operand(name)
-            if not _floating(array) or _finite(array) or source is None or declared is None:
+            if not floating(array) or _finite(array) or source is None or declared is None:
                 continue
             common = [n for n in batch_dims(self.plan.kernel) if n in source.names and n in declared.names]
             places = _mask_along(source, common, signature, ~np.isfinite(array.astype(np.float64)))
@@ -304,9 +304,10 @@ def _split(o: Any, common: list[str], signature: Any, shape: tuple[int, ...]) ->
     return split, labels
 
 
-def _floating(array: np.ndarray) -> bool:
+def floating(array: np.ndarray) -> bool:
+    """Whether an array holds floats."""
     return not (np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_)
 
 
 def _finite(array: np.ndarray) -> bool:
-    return not _floating(array) or bool(np.isfinite(array.astype(np.float64)).all())
+    return not floating(array) or bool(np.isfinite(array.astype(np.float64)).all())

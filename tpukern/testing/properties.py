@@ -3,21 +3,19 @@
 import dataclasses
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import jax
 import numpy as np
 
-from tpukern.dsl import Kernel, using
+from tpukern.dsl import Kernel
 from tpukern.errors import LowerError, ParityError, SignatureError, TpukernError
-from tpukern.targets import Target
 from tpukern.targets import target as target_named
-from tpukern.testing import jaxprs, judging, programs, reference, strategies
+from tpukern.testing import judging, programs, reference, strategies
 from tpukern.testing.findings import Finding, Worst
 from tpukern.testing.judging import Oracle
 from tpukern.testing.programs import Plan, Program, Programs
-from tpukern.testing.strategies import Case, Point
+from tpukern.testing.strategies import Case
 
 CHIP: Final = target_named("v5e")  # whose arithmetic is applied: no chip but v4 rounds more coarsely
 _STEPS: Final = (2.0**-13, 2.0**-14)  # of finite differences
@@ -191,12 +189,10 @@ def finite_difference(session: Session, case: Case) -> Finding | None:
     plan = programs.plan(session.kernel, case.point)
     oracle = Oracle(plan, plan.operands(case))
     count, rng = len(plan.signature.inputs), np.random.default_rng([case.seed, 11])
-    inputs = [a.astype(np.float64) if np.issubdtype(oracle_dtype(a), np.floating) else a for a in oracle.operands[:count]]
-    moved = {f"d{o.name}" for o in (plan.backward.outputs if plan.backward else ()) for o in [o]}
+    inputs = [a.astype(np.float64) if judging.floating(a) else a for a in oracle.operands[:count]]
     wanted = {o.name[1:] for o in plan.backward.outputs} if plan.backward else set()
     names = [o.name for o in plan.signature.inputs]
     along = [rng.standard_normal(a.shape) if n in wanted else None for n, a in zip(names, inputs, strict=True)]
-    del moved
 
     def loss(step: float) -> float:
         at = [a if v is None else a + step * v for a, v in zip(inputs, along, strict=True)]
@@ -212,12 +208,6 @@ def finite_difference(session: Session, case: Case) -> Finding | None:
         return None
     what = f"along a random direction the reference's gradient is {slope:.6g} and the finite difference {narrow:.6g}"
     return Finding(property="finite_difference", direction="backward", what=what, case=case, got=slope, want=narrow)
-
-
-def oracle_dtype(array: np.ndarray) -> Any:
-    """Returns float64 for every kind of float, else the array's dtype."""
-    integer = np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_
-    return array.dtype if integer else np.dtype(np.float64)
 
 
 def deterministic(session: Session, case: Case, *, again: bool = False) -> Finding | None:
@@ -313,142 +303,3 @@ def _same_entries(
                 want=float(a[at]),
             )  # fmt: skip
     return None
-
-
-# --- the chip
-
-
-def arithmetic(session: Session, case: Case) -> Iterator[Finding]:
-    """Every dot in a kernel says at which precision it is computed, one that Mosaic takes."""
-    try:
-        plan = programs.plan(session.kernel, case.point, gradient=session.gradient)
-        closed = jax.make_jaxpr(plan.function())(*plan.specs)
-    except Exception as error:
-        if (found := refused(session, case, "arithmetic", error)) is not None:
-            yield found
-        return
-    yield from unstated(session, case, closed)
-
-
-def unstated(session: Session, case: Case, closed: Any) -> Iterator[Finding]:
-    """Yields the dots of a program's kernels that leave their precision to JAX's default."""
-    called = {c.kernel.name for c in _calls(session)}
-    seen = set()
-    for eqn in jaxprs.equations(closed.jaxpr):
-        if eqn.primitive.name != "pallas_call":
-            continue
-        kernel = jaxprs.kernel_name(eqn)
-        direction = "backward" if session.gradient and kernel != session.kernel.name and called else "forward"
-        for inner in jaxprs.equations(eqn.params["jaxpr"]):
-            if inner.primitive.name != "dot_general" or inner.params["precision"] is not None:
-                continue
-            shapes = " and ".join(v.aval.str_short() for v in inner.invars)
-            if not any(np.issubdtype(oracle_dtype(v.aval), np.floating) for v in inner.invars) or (kernel, shapes) in seen:
-                continue
-            seen.add((kernel, shapes))
-            what = f"a dot of {shapes} in {kernel} states no precision; use tpukern.dsl.dot, or say precision="
-            yield Finding(property="arithmetic", direction=direction, what=what, case=case)
-
-
-def _calls(session: Session) -> Iterable[Any]:
-    gradient = session.kernel.gradient
-    return () if gradient is None else [type("Called", (), {"kernel": gradient})]
-
-
-def may_hang(session: Session, point: Point) -> bool:
-    """Whether a kernel has a loop whose end is not known, or waits for something: it may never end."""
-    plan = programs.plan(session.kernel, point, gradient=session.gradient)
-    closed = jax.make_jaxpr(plan.function())(*plan.specs)
-    waits = ("while", "semaphore_wait", "dma_wait")
-    return any(
-        inner.primitive.name in waits
-        for eqn in jaxprs.equations(closed.jaxpr)
-        if eqn.primitive.name == "pallas_call"
-        for inner in jaxprs.equations(eqn.params["jaxpr"])
-    )
-
-
-def semantics(session: Session, case: Case) -> list[Finding]:
-    """Under the TPU interpreter: no fault of memory or synchronisation, and the right results."""
-    from tpukern.testing.semantics import Simulated
-
-    try:
-        plan = programs.plan(session.kernel, case.point, gradient=session.gradient)
-        operands = plan.operands(case)
-        report = Simulated(plan.function(), *plan.specs).run(*operands, timeout=session.timeout)
-    except Exception as error:
-        found = refused(session, case, "semantics", error)
-        return [] if found is None else [found]
-    findings = []
-    for f in report.findings:
-        direction = "forward" if session.kernel.name in f.kernel.split(", ") else session.directions[-1]
-        findings.append(Finding(property="semantics", direction=direction, what=str(f), case=case))
-    if report.outputs is None:
-        return findings
-    results = {name: np.asarray(a) for name, a in zip(plan.names, report.outputs, strict=True)}
-    unwritten = _unwritten(session, plan, case, operands, results)
-    if unwritten is not None:
-        return [*findings, unwritten]
-    if not findings and (wrong := judged(session, plan, case, operands, results, "semantics")) is not None:
-        findings.append(wrong)
-    return findings
-
-
-def written_everywhere(session: Session, case: Case) -> Finding | None:
-    """No element of a result is left as it was: plain interpret form begins with results full of NaN."""
-    try:
-        program = session.programs[case.point]
-        operands = program.plan.operands(case)
-        return _unwritten(session, program.plan, case, operands, program.run(operands))
-    except Exception as error:
-        return refused(session, case, "written_everywhere", error)
-
-
-def _unwritten(
-    session: Session, plan: Plan, case: Case, operands: Sequence[np.ndarray], results: reference.Arrays
-) -> Finding | None:
-    """Returns a result that still holds what uninitialised memory was filled with."""
-    exact = Oracle(plan, operands).exact
-    for o in session.results_of(plan):
-        array = results[o.name].astype(np.float64)
-        holes = np.isnan(array) & np.isfinite(exact.get(o.name, np.zeros(array.shape)))
-        if holes.any():
-            at = [int(i) for i in np.argwhere(holes)[0]]
-            what = f"{int(holes.sum())} of {holes.size} elements of {o.name} are not written, from {at} on"
-            direction = session.direction_of(plan, o.name)
-            return Finding(property="written_everywhere", direction=direction, what=what, case=case, output=o.name)
-    return None
-
-
-def compiles(session: Session, chosen: Sequence[Point], targets: Sequence[Target]) -> Iterator[Finding | None]:
-    """The TPU compiler takes every point, direction and chip. Yields one answer each."""
-    from tpukern.compiling import Job, compile_many
-
-    jobs, where = [], []
-    for point in chosen:
-        signature = point.signature(session.kernel)
-        for target in targets:
-            for direction in session.directions:
-                kernel = session.kernel.directions[direction]
-                case = Case(point=dataclasses.replace(point, forward=type(point.forward)(), backward=type(point.backward)()))
-                try:
-                    call = signature if direction == "forward" else session.kernel.gradient_signature(signature)
-                    bound = kernel.bind_signature(call, None, target)
-                except TpukernError as error:
-                    yield Finding(property="compiles", direction=direction, what=str(error), case=case)
-                    continue
-                jobs.append(Job(bound=bound, target=target, direction=direction, workload=str(point)))
-                where.append((direction, case, target))
-    for (direction, case, target), compiled in zip(where, compile_many(jobs) if jobs else (), strict=True):
-        if compiled.ok:
-            yield None
-        else:
-            error_text = str(compiled.error).strip().splitlines()[0] if compiled.error else "no reason given"
-            yield Finding(property="compiles", direction=direction, what=f"{target.name}: {error_text}", case=case)
-
-
-Ask = Callable[[Session, Case], Finding | None]
-__all__ = [
-    "CHIP", "Session", "arithmetic", "batch_invariant", "compiles", "configs_agree", "deterministic", "finite_difference",
-    "may_hang", "native", "parity", "semantics", "using",
-]  # fmt: skip

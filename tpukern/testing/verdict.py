@@ -19,8 +19,8 @@ from tpukern.dsl import Kernel
 from tpukern.errors import ConfigError, did_you_mean
 from tpukern.targets import Target
 from tpukern.targets import target as target_named
+from tpukern.testing import on_chip, repro, shrinking, strategies, strides
 from tpukern.testing import properties as ask
-from tpukern.testing import repro, shrinking, strategies, strides
 from tpukern.testing.findings import PROPERTIES, Finding, Result, Verdict
 from tpukern.testing.programs import one_torch_thread
 from tpukern.testing.properties import Session
@@ -204,7 +204,7 @@ class _Run:
         if not self.stop_at_first and self.wants("parity"):
             self.session.programs.prepare([*rich, *edge, *points])
         for point in rich if self.wants("written_everywhere") else ():
-            self.note("written_everywhere", ask.written_everywhere(self.session, Case(point=point, seed=self.seed)))
+            self.note("written_everywhere", on_chip.written_everywhere(self.session, Case(point=point, seed=self.seed)))
         self.values([Case(point=point, seed=self.seed) for point in rich])
         self.dots(rich)
         self.simulate(edge)
@@ -217,7 +217,7 @@ class _Run:
 
     def may_hang(self, point: Point) -> bool:
         try:
-            return ask.may_hang(self.session, point)
+            return on_chip.may_hang(self.session, point)
         except Exception:  # it is reported by the question that comes next
             return False
 
@@ -238,7 +238,7 @@ class _Run:
         if self.wants("arithmetic"):
             for point in rich:
                 self.counts["arithmetic"] = self.counts.get("arithmetic", 0) + 1
-                for found in ask.arithmetic(self.session, Case(point=point)):
+                for found in on_chip.arithmetic(self.session, Case(point=point)):
                     self.keep(found)
 
     def simulate(self, edge: Sequence[Point]) -> None:
@@ -246,7 +246,7 @@ class _Run:
         if not self.wants("semantics") or "semantics" in self.counts:
             return
         for point in edge:
-            found = ask.semantics(self.session, Case(point=point, seed=self.seed))
+            found = on_chip.semantics(self.session, Case(point=point, seed=self.seed))
             self.counts["semantics"] = self.counts.get("semantics", 0) + 1
             for finding in found:
                 self.keep(finding)
@@ -317,5 +317,5 @@ class _Run:
         if not self.targets:
             self.skipped["compiles"] = "no target was named"
         elif self.wants("compiles"):
-            for found in ask.compiles(self.session, [*rich, *edge], self.targets):
+            for found in on_chip.compiles(self.session, [*rich, *edge], self.targets):
                 self.note("compiles", found)
