@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import tpukern
 from tpukern import explanation
 from tpukern.kernels import matmul
+from tpukern.testing import reference, ulp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:<TorchTpu/"),
@@ -40,11 +41,9 @@ def served(op: str) -> list[str]:
     return [row.kernel or row.reason for row in explanation.explain().rows if row.op == op]
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    right = want.detach()
-    assert got.shape == right.shape
-    error = float((got.detach().cpu().double() - right).abs().max() / right.abs().max()) / torch.finfo(got.dtype).eps
-    assert error <= matmul.tolerance[str(got.dtype).removeprefix("torch.")]
+def assert_close(got: torch.Tensor, want: torch.Tensor, reduction: int) -> None:
+    error = ulp.worst(reference.array(got), reference.array(want), reduction=reduction)
+    assert error.ulps <= matmul.tolerance[str(got.dtype).removeprefix("torch.")], str(error)
 
 
 def check(
@@ -54,11 +53,12 @@ def check(
     y = (compiled or function)(*inputs)
     exact = exactly(*inputs)
     want = function(*exact)
-    assert_close(y, want)
+    reduction = max(size for x in inputs for size in x.shape)
+    assert_close(y, want, reduction)
     dy = torch.randn(want.shape).to(y.dtype)
     wanted = torch.autograd.grad(want, exact, dy.double())
     for got, right in zip(torch.autograd.grad(y, inputs, dy.to("tpu")), wanted, strict=True):
-        assert_close(got, right)
+        assert_close(got, right, reduction)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,7 +127,7 @@ def test_linear_under_autocast() -> None:
     with torch.autocast("tpu", dtype=torch.bfloat16):
         y = F.linear(x, w, b)
     assert y.dtype == torch.bfloat16
-    assert_close(y, F.linear(*(t.detach().cpu().bfloat16().double() for t in (x, w, b))))
+    assert_close(y, F.linear(*(t.detach().cpu().bfloat16().double() for t in (x, w, b))), 64)
     assert [g.dtype for g in torch.autograd.grad(y.float().sum(), (x, w, b))] == [torch.float32] * 3
     assert served("tpukern::linear") == ["linear"]
 

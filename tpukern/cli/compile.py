@@ -122,7 +122,7 @@ class Progress:
         name = f"{compiled.kernel} {compiled.workload} {compiled.target}"
         if self._bar is not None:
             failed = f" ({self._failed} failed)" if self._failed else ""
-            self._bar.update(self._task, advance=1, description=f"{name}{failed}")
+            self._bar.update(self._task, advance=1, description=f"{name}{failed}", refresh=True)
         else:
             state = "ok" if compiled.ok else "FAILED"
             how = "cached" if compiled.cached else f"{compiled.seconds:.2f} s"
