@@ -1,8 +1,11 @@
 """What dispatch costs the host: an overridden op against calling its kernel directly, and against torch_tpu's jax_op.
 
+A fourth way, `bare`, is the floor: an op whose `torch.library` function does nothing but call the kernel. What it takes beyond
+`direct` is PyTorch's dispatcher on its way to a Python function, which every override in Python pays.
+
     python benchmarks/dispatch.py [--rounds 200] [--calls 40]
 
-Prints one JSON object. The three ways run the same kernel on the same tensors and take turns in short rounds, with the device
+Prints one JSON object. All ways run the same kernel on the same tensors and take turns in short rounds, with the device
 drained in between, so that what else the machine does falls on all of them alike. Times are of the calling thread, in
 microseconds, the tenth percentile over rounds; the ratios are of those.
 """
@@ -19,6 +22,9 @@ from typing import Any
 import tpukern
 
 LIMITS = {"overridden_to_direct": 1.6, "overridden_to_jax_op": 0.4}
+
+
+LIBRARIES: list[Any] = []  # a library's ops go with it
 
 
 def measure(ways: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[str, float]:
@@ -51,6 +57,17 @@ def direct(kernel: Any, tensors: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: native.call_custom_kernel(name, fingerprint, inputs=inputs, output_shapes=like)
 
 
+def bare(name: str, schema: str, call: Callable[[], Any], single: bool) -> Callable[..., Any]:
+    """Returns an op of this schema whose function ignores its arguments and makes the call."""
+    import torch
+
+    library = torch.library.Library("tpukern_benchmark_bare", "FRAGMENT")
+    LIBRARIES.append(library)
+    library.define(f"{name}{schema}")
+    library.impl(name, lambda *_: call()[0] if single else tuple(call()), "PrivateUse1")
+    return getattr(torch.ops.tpukern_benchmark_bare, name).default  # type: ignore[no-any-return]
+
+
 def jax_op(name: str, kernel: Any, tensors: tuple[Any, ...], **statics: Any) -> Callable[[], Any]:
     """Returns a call of the same kernel as an op made by torch_tpu's public `jax_op`."""
     import inspect
@@ -77,7 +94,7 @@ def jax_op(name: str, kernel: Any, tensors: tuple[Any, ...], **statics: Any) -> 
 
 
 def cases() -> dict[str, dict[str, Callable[[], Any]]]:
-    """Returns, for each op, the three ways to run its kernel."""
+    """Returns, for each op, the ways to run its kernel."""
     import torch
 
     from tpukern.kernels import matmul, rms_norm
@@ -86,15 +103,21 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
     a, b = torch.randn(8, 128, device="tpu"), torch.randn(128, 128, device="tpu")
     fused, mm = torch.ops.aten._fused_rms_norm.default, torch.mm
     fused(x, [128], w, 1e-6), mm(a, b)
+    direct_rms_norm, direct_mm = direct(rms_norm, (x, w)), direct(matmul, (a, b))
+    schema = "(Tensor x, SymInt[] shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"
+    bare_rms_norm = bare("rms_norm", schema, direct_rms_norm, False)
+    bare_mm = bare("mm", "(Tensor a, Tensor b) -> Tensor", direct_mm, True)
     return {
         "rms_norm": {
             "overridden": lambda: fused(x, [128], w, 1e-6),
-            "direct": direct(rms_norm, (x, w)),
+            "bare": lambda: bare_rms_norm(x, [128], w, 1e-6),
+            "direct": direct_rms_norm,
             "jax_op": jax_op("rms_norm", rms_norm, (x, w), eps=1e-6),
         },
         "mm": {
             "overridden": lambda: mm(a, b),
-            "direct": direct(matmul, (a, b)),
+            "bare": lambda: bare_mm(a, b),
+            "direct": direct_mm,
             "jax_op": jax_op("mm", matmul, (a, b)),
         },
     }
@@ -119,6 +142,8 @@ def main() -> None:
             found[name] = {
                 "us": {way: round(time, 2) for way, time in us.items()},
                 "overridden_to_direct": round(us["overridden"] / us["direct"], 3),
+                "bare_to_direct": round(us["bare"] / us["direct"], 3),
+                "overridden_to_bare": round(us["overridden"] / us["bare"], 3),
                 "overridden_to_jax_op": round(us["overridden"] / us["jax_op"], 3),
             }
     report = {
