@@ -69,6 +69,8 @@ def test_a_command_of_the_readme(command: str, folder: Path) -> None:
             assert len(re.findall(r"^softcap .* yes ", out, re.MULTILINE)) == 6
         case "show":
             assert "softcap" in out
+        case "estimate":
+            assert len(re.findall(r"^softcap .* replay ", out, re.MULTILINE)) == 4
         case "list":
             assert {"rms_norm", "flash_attention", "matmul", "swiglu"} <= set(out.split())
         case "doctor":

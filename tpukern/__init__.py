@@ -21,6 +21,7 @@ from tpukern.targets import TARGETS, Target, target
 from tpukern.version import __version__
 
 if TYPE_CHECKING:
+    from tpukern.autotune.estimating import Estimate, estimate
     from tpukern.compiling import Compiled, compile
     from tpukern.device import device_kind
     from tpukern.dispatch import disable, enable
@@ -68,6 +69,8 @@ _EXPORTS = {
     "enable": "tpukern.dispatch",
     "disable": "tpukern.dispatch",
     "explain": "tpukern.explanation",
+    "Estimate": "tpukern.autotune.estimating",
+    "estimate": "tpukern.autotune.estimating",
 }
 
 __all__ = [
@@ -81,6 +84,7 @@ __all__ = [
     "DeviceError",
     "Dim",
     "Each",
+    "Estimate",
     "In",
     "Kernel",
     "LowerError",
@@ -102,6 +106,7 @@ __all__ = [
     "device_kind",
     "disable",
     "enable",
+    "estimate",
     "explain",
     "kernel",
     "lower",

@@ -29,6 +29,11 @@ _SET_IN_WORKERS = {
     "PYTHONFAULTHANDLER": "1",  # a crash inside libtpu leaves a Python stack on stderr
 }
 
+_SCHEDULES = "TPUKERN_WORKER_SCHEDULES"
+_SCHEDULE_FLAGS = (
+    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra"
+)
+
 
 def value(name: str) -> str | None:
     """Returns the environment variable ``name``, or None if it is unset or empty."""
@@ -79,7 +84,13 @@ def jax_platforms() -> str | None:
     return value("JAX_PLATFORMS") or value("JAX_PLATFORM_NAME")
 
 
-def worker_environment(temp_folder: pathlib.Path) -> dict[str, str]:
+def schedule_folder() -> pathlib.Path | None:
+    """Returns the folder that libtpu writes its schedules into, in a worker that is asked for them."""
+    text = value(_SCHEDULES)
+    return pathlib.Path(text) if text else None
+
+
+def worker_environment(temp_folder: pathlib.Path, *, schedules: bool = False) -> dict[str, str]:
     """Returns the whole environment of a compile worker.
 
     Only what tpukern sets steers the compiler there: JAX's, XLA's and libtpu's own variables of the parent are dropped. The
@@ -87,10 +98,15 @@ def worker_environment(temp_folder: pathlib.Path) -> dict[str, str]:
 
     Args:
         temp_folder: The worker's private temporary folder; libtpu puts its logs and lock file there.
+        schedules: Whether libtpu is to write its schedules as text.
     """
     kept = {k: v for k, v in os.environ.items() if k not in _REMOVED_FROM_WORKERS and not k.startswith("JAX_")}
     path = os.pathsep.join(os.path.abspath(entry) for entry in dict.fromkeys(sys.path))
-    return kept | _SET_IN_WORKERS | {"TMPDIR": str(temp_folder), "PYTHONPATH": path}
+    asked = {}
+    if schedules:
+        folder = temp_folder / "schedules"
+        asked = {_SCHEDULES: str(folder), "LIBTPU_INIT_ARGS": _SCHEDULE_FLAGS.format(folder)}
+    return kept | _SET_IN_WORKERS | asked | {"TMPDIR": str(temp_folder), "PYTHONPATH": path}
 
 
 @contextlib.contextmanager

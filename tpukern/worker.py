@@ -1,6 +1,7 @@
 """The process that loads libtpu: ``python -m tpukern.worker``, one JSON object a line over its pipes.
 
-It says ``{"ready": versions}`` (or ``{"fatal": text}``) once, then answers each ``{"module", "topology", "options"}``. It never
+It says ``{"ready": versions}`` (or ``{"fatal": text}``) once, then answers each ``{"module", "topology", "options"}``, with
+the compiler's schedules if its environment asks for them. It never
 outlives its parent: a thread reads stdin, and when that ends the process ends too, in the middle of a compile if need be.
 """
 
@@ -11,16 +12,19 @@ import importlib.metadata
 import json
 import os
 import queue
+import re
 import shutil
 import sys
 import threading
 import time
+import zlib
 from typing import Any
 
 from tpukern import environment
 
 _LONGEST_ERROR = 16_384  # characters; Mosaic can print whole kernels
 _FIRST_TOPOLOGY = "v5e:2x2"
+_SCHEDULE_FILE = re.compile(r"\d+-(.*)-\d+-packed-bundles-post-ra\.txt$")
 _LARGEST_FILE_BYTES = 64 << 20  # of any log that libtpu writes despite TPU_MIN_LOG_LEVEL
 
 
@@ -58,6 +62,19 @@ def _ready(devices: dict[str, Any]) -> dict[str, Any]:
         return {"fatal": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
 
 
+def _schedules() -> dict[str, dict[str, str]]:
+    """Takes the schedules that libtpu wrote, by operation, compressed; nothing if it was not asked to write them."""
+    folder = environment.schedule_folder()
+    if folder is None:
+        return {}
+    found = {}
+    for path in sorted(folder.glob("*")):
+        if name := _SCHEDULE_FILE.match(path.name):
+            found[name[1]] = base64.b64encode(zlib.compress(path.read_bytes(), 1)).decode()
+        path.unlink()
+    return {"schedules": found}
+
+
 def _answer(request: dict[str, Any], devices: dict[str, Any]) -> dict[str, Any]:
     from tpukern import jax_adapter
 
@@ -73,7 +90,8 @@ def _answer(request: dict[str, Any], devices: dict[str, Any]) -> dict[str, Any]:
         code_bytes, executable = jax_adapter.compile_module(module, devices[topology], request["options"])
         seconds = time.perf_counter() - started
         vmem_bytes = jax_adapter.scoped_vmem_bytes(executable)
-        return {"ok": True, "seconds": seconds, "code_bytes": code_bytes, "vmem_bytes": vmem_bytes}
+        sizes = {"code_bytes": code_bytes, "vmem_bytes": vmem_bytes}
+        return {"ok": True, "seconds": seconds, **sizes, **_schedules()}
     except Exception as error:
         return {
             "ok": False,
@@ -91,6 +109,8 @@ def main() -> None:
     _bound_what_a_crash_leaves()
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    if (folder := environment.schedule_folder()) is not None:
+        folder.mkdir(exist_ok=True)
     devices: dict[str, Any] = {}
     print(json.dumps(_ready(devices)), file=replies, flush=True)
     while True:

@@ -60,7 +60,7 @@ class Outcome:
 class _Worker:
     """One child process; ``task`` is what it is compiling, None while it starts or idles."""
 
-    def __init__(self, temp_folder: pathlib.Path) -> None:
+    def __init__(self, temp_folder: pathlib.Path, schedules: bool) -> None:
         self.temp_folder = temp_folder
         temp_folder.mkdir()
         self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment.worker_environment(temp_folder),
+            env=environment.worker_environment(temp_folder, schedules=schedules),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends its workers
         )
         self.ready = False
@@ -138,13 +138,14 @@ class WorkerPool:
     Args:
         size: How many workers run at once.
         timeout_s: How long one compile may take; its worker is killed then.
+        schedules: Whether replies carry the compiler's schedules.
 
     Raises:
         CompileError: No worker could be started at all.
     """
 
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size, self.timeout_s = size, timeout_s
+    def __init__(self, size: int, timeout_s: float, *, schedules: bool = False) -> None:
+        self.size, self.timeout_s, self.schedules = size, timeout_s, schedules
         self._workers: list[_Worker] = []
         self._waiting: collections.deque[Task] = collections.deque()
         self._outcomes: collections.deque[Outcome] = collections.deque()
@@ -228,7 +229,7 @@ class WorkerPool:
     def _start(self) -> None:
         self._started += 1
         try:
-            worker = _Worker(self._folder / str(self._started))
+            worker = _Worker(self._folder / str(self._started), self.schedules)
         except OSError as error:
             raise CompileError("worker", f"cannot start {sys.executable}: {error}", do="Check memory and disk.") from error
         self._workers.append(worker)

@@ -117,13 +117,16 @@ class Progress:
 
     def step(self, compiled: "Compiled") -> None:
         """Counts one result."""
-        self._done += 1
-        self._failed += not compiled.ok
+        how = "cached" if compiled.cached else f"{compiled.seconds:.2f} s"
         name = f"{compiled.kernel} {compiled.workload} {compiled.target}"
+        self.count(name, f"{'ok' if compiled.ok else 'FAILED'}, {how}", failed=not compiled.ok)
+
+    def count(self, name: str, said: str, *, failed: bool) -> None:
+        """Counts one result of any kind."""
+        self._done += 1
+        self._failed += failed
         if self._bar is not None:
-            failed = f" ({self._failed} failed)" if self._failed else ""
-            self._bar.update(self._task, advance=1, description=f"{name}{failed}", refresh=True)
+            failures = f" ({self._failed} failed)" if self._failed else ""
+            self._bar.update(self._task, advance=1, description=f"{name}{failures}", refresh=True)
         else:
-            state = "ok" if compiled.ok else "FAILED"
-            how = "cached" if compiled.cached else f"{compiled.seconds:.2f} s"
-            self._output.note(f"[{self._done}/{self._total}] {name}: {state}, {how}")
+            self._output.note(f"[{self._done}/{self._total}] {name}: {said}")
