@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tpukern.dsl import F32, NEG, Acc, Block, Dim, Each, In, Out, Override, Ref, Scratch, Workload, dot, kernel
+from tpukern.dsl import F32, Acc, Block, Dim, Each, In, Out, Override, Ref, Scratch, Workload, dot, kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LANES = 128
 LOG2E = math.log2(math.e)
+LOWEST = float(jnp.finfo(F32).min)  # below every score, yet finite: a key that is left out, -inf, has weight 0 even beside it
 LAST_LAST = ((1,), (1,))  # both operands contract their last axis
 MAX_HEAD_DIM = 256
 
@@ -34,7 +35,6 @@ CUDNN = "aten::_scaled_dot_product_cudnn_attention"
 CUDNN_BACKWARD = f"{CUDNN}_backward"
 OVERRIDEABLE = "aten::_scaled_dot_product_fused_attention_overrideable"
 OVERRIDEABLE_BACKWARD = f"{OVERRIDEABLE}_backward"
-PHILOX = ("philox_seed", "philox_offset")  # without dropout they have no use but to tell whose forward pass it was
 PHILOX = ("philox_seed", "philox_offset")  # free without dropout: they carry whose forward pass it was
 
 LLAMA = "meta-llama/Meta-Llama-3-8B config: 32 heads, 8 key heads of 128"
@@ -64,8 +64,10 @@ def unsupported(q: "Tensor", k: "Tensor", v: "Tensor", attn_bias: "Tensor | None
         return f"query, key and value have ranks {q.dim()}, {k.dim()} and {v.dim()}"
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         return f"batch axes {list(q.shape[:-3])}, {list(k.shape[:-3])} and {list(v.shape[:-3])} differ"
-    if k.shape[-3:-1] != v.shape[-3:-1] or q.shape[-1] != k.shape[-1]:
-        return f"query, key and value have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return None  # no kernel's; ours says so, where torch_tpu's ends the process
+    if k.shape[-3] != v.shape[-3]:
+        return f"there are {k.shape[-3]} key heads and {v.shape[-3]} value heads"
     if 0 in (*q.shape, *k.shape, *v.shape):
         return "an input is empty"
     if q.shape[-3] % k.shape[-3]:
@@ -170,6 +172,22 @@ def exponent_scale(scale: float | None, head_dim: int) -> float:
     return (head_dim**-0.5 if scale is None else scale) * LOG2E
 
 
+def raw_scale(scale: float | None, head_dim: int) -> float:
+    """What is left to multiply the difference of two `raw_scores` with."""
+    factor = exponent_scale(scale, head_dim)
+    return factor if factor > 0 else 1.0
+
+
+def raw_scores(q: jax.Array, k: jax.Array, scale: float | None) -> jax.Array:
+    """Scores of which the greatest is the greatest, scaled after it is subtracted: exactly 0 is left of it, with fma too.
+
+    Scaled before, a compiler that fuses the two leaves the product's rounding error: 2**7 at scores of 2e9, whose power of two
+    is infinite or 0. Only a scale that is not positive, which makes the greatest the least, comes first.
+    """
+    factor, s = exponent_scale(scale, q.shape[-1]), dot(q, k, LAST_LAST)
+    return s if factor > 0 else s * factor
+
+
 def spread(statistic: jax.Array, width: int) -> jax.Array:
     """A statistic (i, 128), equal in all lanes, as (i, width)."""
     return jnp.tile(statistic, (1, -(-width // LANES)))[:, :width]
@@ -215,7 +233,7 @@ def flash_attention(
     v: Ref = In("*b hk j e"),
     o: Ref = Out("*b (hk g) i e"),
     lse: Ref = Out("*b (hk g) _ i", "float32", saved=True),
-    top: Ref = Acc("i 128", init=NEG),  # running maximum, equal in all lanes
+    top: Ref = Acc("i 128", init=LOWEST),  # running maximum, equal in all lanes
     tot: Ref = Acc("i 128"),  # 128 partial sums
     acc: Ref = Acc("i e"),
     *,
@@ -229,13 +247,13 @@ def flash_attention(
 ) -> None:
     @pl.when(j.live)
     def _() -> None:
-        s = dot(q[...], k[...], LAST_LAST) * exponent_scale(scale, q.shape[-1])
-        s = j.mask(s, 1, NEG)
+        s = raw_scores(q[...], k[...], scale)
+        s = j.mask(s, 1, -jnp.inf)
         if causal:
-            s = jnp.where(i.positions(s.shape, 0) >= j.positions(s.shape, 1), s, NEG)
+            s = jnp.where(i.positions(s.shape, 0) >= j.positions(s.shape, 1), s, -jnp.inf)
         new = jnp.maximum(top[...], jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp2(s - spread(new, s.shape[1]))
-        keep = jnp.exp2(top[...] - new)
+        p = jnp.exp2((s - spread(new, s.shape[1])) * raw_scale(scale, q.shape[-1]))
+        keep = jnp.exp2((top[...] - new) * raw_scale(scale, q.shape[-1]))
         tot[...] = keep * tot[...] + lane_sums(p)
         acc[...] = spread(keep, acc.shape[1]) * acc[...] + dot(p.astype(v.dtype), v[...])
         top[...] = new
@@ -243,8 +261,9 @@ def flash_attention(
     @pl.when(j.last)
     def _() -> None:
         total = jnp.sum(tot[...], axis=1, keepdims=True)
+        total = jnp.where(total == 0.0, 1.0, total)  # all scores are -inf: zeros, as ATen has it
         o[...] = (acc[...] / total).astype(o.dtype)
-        lse[...] = (top[:, :1] / LOG2E + jnp.log(total)).T
+        lse[...] = (top[:, :1] * (raw_scale(scale, q.shape[-1]) / LOG2E) + jnp.log(total)).T
 
 
 @kernel

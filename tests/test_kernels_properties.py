@@ -137,6 +137,27 @@ def test_attention_with_very_negative_scores() -> None:
     assert np.isfinite(np.asarray(dk)).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1e5, 1e16, 1e18])
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_attention_takes_the_greatest_score_whatever_its_size(size: float, scale: float, causal: bool) -> None:
+    """Scores of 1e10 to 1e37, also negative: no key that is left out may weigh more, and no rounding be taken for one."""
+    q, k, v = size * normal(1, 1, 200, 64), size * normal(1, 1, 200, 64, seed=1), normal(1, 1, 200, 64, seed=2)
+    o, _ = kernels.flash_attention(q, k, v, causal=causal, scale=scale, **SMALL)
+    scores = scale * tensor(q) @ tensor(k).mT
+    scores = scores.masked_fill(torch.ones(200, 200).tril() == 0, -torch.inf) if causal else scores
+    np.testing.assert_allclose(o, scores.softmax(-1) @ tensor(v), rtol=0, atol=1e-6)
+    o, _ = kernels.flash_attention(jnp.abs(q), -jnp.sign(scale) * jnp.abs(k), v, causal=True, scale=scale, **SMALL)
+    np.testing.assert_array_equal(np.asarray(o)[0, 0, 0], np.asarray(v)[0, 0, 0])
+
+
+def test_attention_of_nothing_is_zero() -> None:
+    """As ATen has it, where all scores of a row are -inf."""
+    q, k, v = jnp.ones((1, 1, 200, 64)), jnp.full((1, 1, 200, 64), -jnp.inf), normal(1, 1, 200, 64)
+    o, _ = kernels.flash_attention(q, k, v, **SMALL)
+    np.testing.assert_array_equal(o, jnp.zeros_like(v))
+
+
 def test_attention_lets_nan_through_to_its_row_only() -> None:
     q, k, v = normal(1, 1, 200, 64), normal(1, 1, 200, 64, seed=1), normal(1, 1, 200, 64, seed=2)
     o, _ = kernels.flash_attention(q.at[0, 0, 150, 3].set(jnp.nan), k, v, **SMALL)

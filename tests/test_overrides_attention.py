@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import tpukern
 from tpukern import explanation
+from tpukern.errors import SignatureError
 from tpukern.kernels import flash_attention
 from tpukern.kernels.flash_attention import unsupported
 
@@ -215,9 +216,9 @@ FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
         ([(1, 2, 4, 8), (2, 4, 8), (2, 4, 8)], [BFLOAT16] * 3, "query, key and value have ranks 4, 3 and 3"),
         ([(2, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)], [BFLOAT16] * 3, "batch axes [2], [1] and [1] differ"),
         (
-            [(1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)],
+            [(1, 4, 4, 8), (1, 2, 4, 8), (1, 4, 4, 8)],
             [BFLOAT16] * 3,
-            "query, key and value have shapes [1, 2, 4, 8], [1, 2, 4, 8] and [1, 2, 5, 8]",
+            "there are 2 key heads and 4 value heads",
         ),
         ([(1, 2, 0, 8), (1, 2, 4, 8), (1, 2, 4, 8)], [BFLOAT16] * 3, "an input is empty"),
         ([(1, 3, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)], [BFLOAT16] * 3, "3 query heads are no multiple of 2 key heads"),
@@ -227,6 +228,26 @@ FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 def test_reasons(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], reason: str) -> None:
     q, k, v = (torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     assert unsupported(q, k, v, None, 0.0) == reason
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            [(1, 2, 4, 8), (1, 2, 4, 9), (1, 2, 4, 8)],
+            'flash_attention[signature]: dim \'d\' is 9 on k "*b hk j d" but 8 on q "*b (hk g) i d"; expected one size.',
+        ),
+        (
+            [(1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)],
+            'flash_attention[signature]: dim \'j\' is 5 on v "*b hk j e" but 4 on k "*b hk j d"; expected one size.',
+        ),
+    ],
+)
+def test_sizes_that_fit_no_kernel(shapes: list[tuple[int, ...]], message: str) -> None:
+    q, k, v = (torch.zeros(shape, device="tpu") for shape in shapes)
+    with pytest.raises(SignatureError) as caught:
+        F.scaled_dot_product_attention(q, k, v)
+    assert str(caught.value) == message
 
 
 def test_disabling_between_forward_and_backward() -> None:
