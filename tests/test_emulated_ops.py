@@ -115,7 +115,9 @@ def test_grouped_mm(case: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("case", ["plain", "causal", "grouped heads", "bias", "bool mask", "scale", "heads last"])
+@pytest.mark.parametrize(
+    "case", ["plain", "causal", "grouped heads", "bias", "causal bias", "bool mask", "scale", "heads last"]
+)
 def test_attention(case: str, compiled: bool) -> None:
     heads = 2 if case == "grouped heads" else 4
     q, k, v = torch.randn(2, 4, 10, 32), torch.randn(2, heads, 14, 32), torch.randn(2, heads, 14, 32)
@@ -125,6 +127,7 @@ def test_attention(case: str, compiled: bool) -> None:
         "causal": {"is_causal": True},
         "grouped heads": {"enable_gqa": True},
         "bias": {"attn_mask": torch.randn(1, 1, 10, 14)},
+        "causal bias": {"attn_mask": torch.randn(1, 1, 10, 14), "is_causal": True},
         "bool mask": {"attn_mask": torch.rand(10, 14) > 0.3},
         "scale": {"scale": 0.3},
     }.get(case, {})
@@ -220,3 +223,26 @@ def test_a_call_that_would_end_the_process() -> None:
         "aten::index_reduce[device]: a tensor of 2 dimensions, on which torch_tpu 0.2.0 ends the process; expected one "
         "dimension. Use torch.scatter_reduce with the index expanded to the source's shape."
     )
+
+
+OVERRIDEABLE = "aten::_scaled_dot_product_fused_attention_overrideable"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(1, 2, 4, 8), (1, 2, 4, 9), (1, 2, 4, 8)], "one head dimension in query and key."),
+        ([(1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)], "as many values as keys."),
+        ([(3, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)], "equal batch sizes. Expand them."),
+        ([(1, 4, 4, 8), (1, 2, 4, 8), (1, 4, 4, 8)], "as many value heads as key heads. Repeat them."),
+    ],
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_attention_of_sizes_that_do_not_fit(shapes: list[tuple[int, ...]], expected: str, dropout_p: float) -> None:
+    """torch_tpu's own would end the process, or say "failed to inline functions in MLIR module"."""
+    q, k, v = (torch.zeros(shape, device="tpu") for shape in shapes)
+    with pytest.raises(DeviceError) as caught:
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+    op = "aten::_scaled_dot_product_cudnn_attention" if dropout_p else OVERRIDEABLE
+    found = "query {}, key {}, value {}".format(*(list(shape) for shape in shapes))
+    assert str(caught.value) == f"{op}[device]: {found}; expected {expected}"

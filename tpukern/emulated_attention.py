@@ -3,10 +3,68 @@
 Without dropout it is torch_tpu's other fused attention, which it lowers to StableHLO. That one takes ``dropout_p`` and ignores
 it, so with dropout the attention is composed here: the mask is a hash of the element's place and of a seed, which the
 forward pass draws and saves where ATen keeps its Philox seed, and the backward pass makes the same mask of it.
+
+`fused` and `fused_backward` stand around torch_tpu's fused attention: it ends the process, or fails without a word of why, on
+sizes that do not fit, and of a mask and ``is_causal`` together it leaves the mask out.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
+
+from tpukern.errors import DeviceError
+
+
+def fused(
+    native: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_bias: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """``aten::_scaled_dot_product_fused_attention_overrideable``."""
+    check("aten::_scaled_dot_product_fused_attention_overrideable", query, key, value)
+    attn_bias, is_causal = _one_mask(query, key, attn_bias, is_causal)
+    return native(query, key, value, attn_bias, dropout_p, is_causal, return_debug_mask, scale=scale)
+
+
+def fused_backward(
+    native: Callable[..., Any], grad_out: Any, query: Any, key: Any, value: Any, attn_bias: Any, *rest: Any, **keywords: Any
+) -> Any:
+    """``aten::_scaled_dot_product_fused_attention_overrideable_backward``."""
+    mask, out, log_sum_exp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *seeds = rest
+    attn_bias, is_causal = _one_mask(query, key, attn_bias, is_causal)
+    counted = (cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *seeds)
+    return native(grad_out, query, key, value, attn_bias, mask, out, log_sum_exp, *counted, **keywords)
+
+
+def check(op: str, query: Any, key: Any, value: Any) -> None:
+    """Raises DeviceError if the sizes do not fit."""
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if query.shape[-1] != key.shape[-1]:
+        raise DeviceError(op, shapes, "one head dimension in query and key")
+    if key.shape[-2] != value.shape[-2]:
+        raise DeviceError(op, shapes, "as many values as keys")
+    if query.dim() > 3 and not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise DeviceError(op, shapes, "equal batch sizes", "Expand them.")
+    if query.dim() > 2 and key.shape[-3] != value.shape[-3]:
+        raise DeviceError(op, shapes, "as many value heads as key heads", "Repeat them.")
+
+
+def _one_mask(query: Any, key: Any, attn_bias: Any, is_causal: bool) -> tuple[Any, bool]:
+    """Joins a mask and ``is_causal``."""
+    if attn_bias is None or not is_causal:
+        return attn_bias, is_causal
+    torch = importlib.import_module("torch")
+    ones = torch.ones(query.shape[-2], key.shape[-2], device=query.device, dtype=torch.bool)
+    return torch.where(
+        torch.tril(ones), attn_bias, torch.full((), -torch.inf, device=query.device, dtype=attn_bias.dtype)
+    ), False
 
 
 def forward(
@@ -24,6 +82,7 @@ def forward(
     """``aten::_scaled_dot_product_cudnn_attention``: the log-sum-exp is (batch, heads, queries, 1) in float32."""
     torch = importlib.import_module("torch")
     if dropout_p > 0:
+        check("aten::_scaled_dot_product_cudnn_attention", query, key, value)
         seed = torch.randint(0, 2**31, (), device=query.device, dtype=torch.int64)
         scores = _scores(query, key, attn_bias, is_causal, scale)
         log_sum_exp = torch.logsumexp(scores, -1, keepdim=True)

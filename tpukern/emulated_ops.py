@@ -8,7 +8,8 @@ call aborts any more:
 - `REPLACEMENTS`: ATen ops that torch_tpu lowers to what only a TPU has, composed of ops that it lowers to StableHLO.
   `install` puts them where torch_tpu's kernels are, below autograd and below tpukern's own overrides: an override that
   refuses a call falls through to them.
-- `AROUND`: a DeviceError in place of a call on which torch_tpu itself ends the process, and copies to the host that do not
+- `AROUND`: a DeviceError in place of a call on which torch_tpu itself ends the process, its attention with a mask that is
+  causal besides, and copies to the host that do not
   ask for pinned memory, which XLA:CPU's client has not. Pinning gives a copy in ordinary memory.
 
 What XLA:CPU refuses without aborting raises torch_tpu's error: LU decomposition and what is made of it (``linalg.inv``,
@@ -113,7 +114,14 @@ REPLACEMENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 # ATen overload to a function that may call torch_tpu's kernel, its first argument, on PrivateUse1.
-AROUND: Mapping[str, Callable[..., Any]] = MappingProxyType({"index_reduce.out": index_reduce, "_to_copy": to_copy})
+AROUND: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "index_reduce.out": index_reduce,
+        "_to_copy": to_copy,
+        "_scaled_dot_product_fused_attention_overrideable": emulated_attention.fused,
+        "_scaled_dot_product_fused_attention_overrideable_backward": emulated_attention.fused_backward,
+    }
+)
 
 
 @functools.cache
