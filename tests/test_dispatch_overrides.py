@@ -1,6 +1,10 @@
 """Overrides of ATen ops: which are installed, what they take and leave, and that nothing of them stays."""
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.numpy as jnp
@@ -164,13 +168,34 @@ def test_an_unknown_name() -> None:
     tpukern.enable(only=["larger"])
     with pytest.raises(OverrideError) as caught:
         tpukern.enable(only=["largerr"])
-    known = {o.op for k in declared.kernels() for o in k.overrides}
-    known |= {op.removeprefix("aten::") for op in known}
-    known |= {name for k in declared.kernels() if k.overrides for name in (k.name, k.op) if name}
+    known = {name for k in declared.kernels() for o in k.overrides for name in (k.name, o.op)}
     assert str(caught.value) == (
         f"enable[override]: no override 'largerr'; expected one of {sorted(known)}. Did you mean 'larger'."
     )
     assert value(torch.maximum(*pair())) == 5.0  # what was enabled still is
+
+
+def test_an_unknown_name_is_refused_before_the_device_starts() -> None:
+    program = """
+        import sys, tpukern
+        try:
+            tpukern.enable(only=["rms_nrm"])
+        except tpukern.OverrideError as error:
+            assert str(error).endswith("Did you mean 'rms_norm'."), error
+        from tpukern import device
+        assert device.started() is None and "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
+def test_threads_that_call_one_override_at_once() -> None:
+    """What one thread launches is not taken for what another's override did, nor kept for ever."""
+    tpukern.enable(only=["larger"])
+    inputs = [(torch.full((n, 8), 3.0, device="tpu"), torch.full((n, 8), 4.0, device="tpu")) for n in range(4, 28)]
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda pair: torch.maximum(*pair), inputs * 2))
+    assert [tuple(r.shape) for r in results] == [(n, 8) for n in range(4, 28)] * 2
+    assert {value(r) for r in results} == {5.0}
 
 
 def test_two_kernels_for_one_op_are_refused() -> None:

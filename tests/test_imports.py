@@ -26,6 +26,7 @@ LAYERS = (
     ("tpukern.lowering", "tpukern.cache", "tpukern.compiling", "tpukern.worker", "tpukern.worker_pool"),
     (
         "tpukern.calling",
+        "tpukern.choosing",
         "tpukern.dispatch",
         "tpukern.explanation",
         "tpukern.launching",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpukern import device
+from tpukern import choosing, device
 from tpukern.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ def enable(*, only: Iterable[str] | None = None, off: Iterable[str] | None = Non
         DeviceError: There is no device.
         OverrideError: A name is unknown, or two kernels override one op.
     """
+    if device.started() is None:  # before that takes seconds
+        for names in (() if only is None else only, off or (), () if opt_in == "all" else opt_in):
+            if names:
+                choosing.ops_of(names, choosing.declared_overrides())
     kind = device.start()  # before torch is imported, if it is not yet
     import tpukern.kernels  # noqa: F401 (declares the kernels that ship)
     from tpukern import calling, overriding, tagging  # noqa: F401 (need torch)

@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 MOST_PLANS: Final = 4096  # of one kernel; then those seen first are forgotten, their counts kept
 
 
-class Caller:
-    """Whose call is being served.
+class Caller(threading.local):
+    """Whose call this thread serves.
 
     Attributes:
         op: The override's or op's name under which `tpukern.explain` files a launch.
         launches: Where launches are noted, while an override learns what its `impl` does.
     """
-
-    __slots__ = ("launches", "op")
 
     def __init__(self) -> None:
         self.op: str | None = None

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tpukern import routing
+from tpukern.choosing import Chosen, ops_of
 from tpukern.dsl import declared, source
-from tpukern.errors import OverrideError, did_you_mean
+from tpukern.errors import OverrideError
 from tpukern.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 MOST_REASONS: Final = 64  # kept for one op; the rest are counted together
 OTHER_REASONS: Final = "(other reasons)"
-
-Chosen = list[tuple["Kernel", "Override"]]
 
 
 class Active:
@@ -103,9 +102,9 @@ def choose(
         OverrideError: A name is unknown, or two of them are of one op.
     """
     every = _all()
-    wanted = None if only is None else _ops(only, every)
-    without = _ops(off or (), every)
-    asked = {override.op for _, override in every} if opt_in == "all" else _ops(opt_in, every)
+    wanted = None if only is None else ops_of(only, every)
+    without = ops_of(off or (), every)
+    asked = {override.op for _, override in every} if opt_in == "all" else ops_of(opt_in, every)
     chosen, left_out = [], {}
     for kernel, override in every:
         if override.op in without:
@@ -118,21 +117,6 @@ def choose(
             chosen.append((kernel, override))
     _refuse_two(chosen)
     return chosen, left_out
-
-
-def _ops(names: Iterable[str] | str, every: Chosen) -> set[str]:
-    """Returns the ATen ops that names of kernels, of their ops or of ATen ops stand for, with those that flip with them."""
-    known: dict[str, set[str]] = {}
-    for kernel, override in every:
-        for name in (kernel.name, kernel.op, override.op, override.op.removeprefix("aten::")):
-            if name is not None:
-                known.setdefault(name, set()).update((override.op, *override.flips_with))
-    found: set[str] = set()
-    for name in (names,) if isinstance(names, str) else names:
-        if name not in known:
-            raise OverrideError("enable", f"no override {name!r}", f"one of {sorted(known)}", did_you_mean(name, known))
-        found |= known[name]
-    return found
 
 
 def _refuse_two(chosen: Chosen) -> None:
