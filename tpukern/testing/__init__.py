@@ -6,7 +6,8 @@
 The parts, from the bottom: `values` (inputs), `ulp` (the one error metric), `reference` (what should come out), `jaxprs`
 (rewriting of traced programs), `arithmetic` (what the chip's units compute), `watching` and `semantics` (what its memory
 does); `strategies` (what is drawn from a declaration), `programs` (kernels ready to run), `judging` (what counts as right),
-`properties`, `on_chip` and `strides` (the questions), `shrinking` and `repro` (what becomes of failures), `verdict` (all).
+`properties`, `on_chip` and `strides` (the questions), `shrinking` and `repro` (what becomes of failures), `verdict` (all);
+`plugin` and `items` (verdicts as pytest tests).
 """
 
 import importlib
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpukern.testing.findings import PROPERTIES, Finding, Result, Verdict, Worst
+    from tpukern.testing.items import verdict_tests
     from tpukern.testing.strategies import Case, Point
     from tpukern.testing.verdict import parity
 
-__all__ = ["PROPERTIES", "Case", "Finding", "Point", "Result", "Verdict", "Worst", "parity"]
+__all__ = ["PROPERTIES", "Case", "Finding", "Point", "Result", "Verdict", "Worst", "parity", "verdict_tests"]
 
-_HOMES = {"parity": "verdict", "Case": "strategies", "Point": "strategies"}
+_HOMES = {"parity": "verdict", "verdict_tests": "items", "Case": "strategies", "Point": "strategies"}
 
 
 def __getattr__(name: str) -> Any:
