@@ -18,6 +18,7 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
     "show": "tpukern.cli.show",
     "compile": "tpukern.cli.compile",
     "verify": "tpukern.cli.verify",
+    "mutate": "tpukern.cli.mutate",
     "estimate": "tpukern.cli.estimate",
     "run": "tpukern.cli.run",
     "cache": "tpukern.cli.cache",

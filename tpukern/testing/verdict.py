@@ -41,6 +41,7 @@ def parity(
     directions: Sequence[str] = ("forward", "backward"),
     stop_at_first: bool = False,
     shrink: bool = True,
+    scripts: bool = True,
     store: Path | None = None,
     shapes: int | None = None,
     timeout: float = 60.0,
@@ -56,6 +57,7 @@ def parity(
         directions: `forward`, `backward` or both.
         stop_at_first: Whether to stop at the first finding.
         shrink: Whether to look for a smaller input that fails too.
+        scripts: Whether a finding gets a program that shows it without this machinery.
         store: Folder of inputs that failed before: they are tried first, and new ones are added. None: there is none.
         shapes: How many shapes of each element type to compile; None derives it from `examples`.
         timeout: Seconds that one run may take.
@@ -77,6 +79,7 @@ def parity(
         targets=tuple(target_named(t) if isinstance(t, str) else t for t in targets),
         stop_at_first=stop_at_first,
         shrink=shrink,
+        scripts=scripts,
         store=store,
     )
     began = time.monotonic()
@@ -120,6 +123,7 @@ class _Run:
     targets: tuple[Target, ...]
     stop_at_first: bool
     shrink: bool
+    scripts: bool
     store: Path | None
     findings: list[Finding] = dataclasses.field(default_factory=list)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -146,7 +150,8 @@ class _Run:
                 return
         if shrinkable and self.shrink and found.case is not None:
             found = shrinking.shrunk(self.session, found)
-        found = dataclasses.replace(found, script=repro.script(self.session, found))
+        if self.scripts:
+            found = dataclasses.replace(found, script=repro.script(self.session, found))
         self.findings.append(found)
         if self.store is not None:
             repro.keep(self.store, self.session.kernel, found)
