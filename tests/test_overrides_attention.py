@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import tpukern
-from tpukern import explanation
+from tpukern import explanation, routing
 from tpukern.errors import SignatureError
 from tpukern.kernels import flash_attention
 from tpukern.kernels.flash_attention import unsupported
@@ -248,6 +248,16 @@ def test_sizes_that_fit_no_kernel(shapes: list[tuple[int, ...]], message: str) -
     with pytest.raises(SignatureError) as caught:
         F.scaled_dot_product_attention(q, k, v)
     assert str(caught.value) == message
+
+
+def test_training_after_inference() -> None:
+    """What marks a forward pass is made once, perhaps in inference mode, and saved for backward passes ever after."""
+    routing._kept_token.cache_clear()
+    q = randn(1, 2, 20, 64)
+    with torch.inference_mode():
+        F.scaled_dot_product_attention(q, q, q)
+    F.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert kernels_of(f"{CUDNN}_backward") == ["flash_attention_backward"]
 
 
 def test_disabling_between_forward_and_backward() -> None:

@@ -292,7 +292,8 @@ def token() -> torch.Tensor:
 
 
 def _new_token() -> torch.Tensor:
-    return torch.zeros(TOKEN_SHAPE, dtype=torch.int64, device="tpu")
+    with torch.inference_mode(False):  # one made for inference could not be saved for a later backward pass
+        return torch.zeros(TOKEN_SHAPE, dtype=torch.int64, device="tpu")
 
 
 _kept_token = functools.cache(_new_token)
