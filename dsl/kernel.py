@@ -11,7 +11,7 @@ from typing import Any, final, overload
 import jax
 
 from tpukern import jax_adapter
-from tpukern.dsl import composite, context, declared, gradient, rules, source, space, tile
+from tpukern.dsl import composite, context, declared, gradient, naming, rules, source, space, tile
 from tpukern.dsl.bound import Bound, specs_of
 from tpukern.dsl.config import Config
 from tpukern.dsl.declaration import Declaration
@@ -84,6 +84,17 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}>"
+
+    # A copy of a model holds the same kernels, as it does functions
+
+    def __copy__(self) -> "Kernel":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Kernel":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return naming.reduced(self)
 
     # What it is
 

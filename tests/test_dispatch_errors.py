@@ -1,5 +1,7 @@
 """What a call on tensors cannot have is said before anything reaches torch_tpu, whole and in one form."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from tpukern import kernels
 from tpukern.dsl import Acc, Block, Dim, In, Out, Ref, kernel
 from tpukern.errors import ConfigError, LowerError, OverrideError, SignatureError, TpukernError
 
@@ -244,3 +247,47 @@ def test_an_op_of_another_library_is_not_taken() -> None:
 
     assert str(caught.value).startswith("fresh[override]: op 'dispatch_errors_theirs::op' cannot be defined: ")
     assert str(caught.value).endswith("; expected a name that is free.")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_static_arguments_of_another_type(tpu: str, device: str) -> None:
+    x, w = torch.ones(8, 128, device=device), torch.ones(128, 128, device=device)
+    for value, kind in (("2", "str"), (None, "NoneType"), ([1.0], "list")):
+        with pytest.raises(ConfigError) as caught:
+            product(x, w, scale=value)
+        assert str(caught.value) == f"product[config]: scale = {value!r} is a {kind}; expected float."
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_forward_mode_is_refused_and_not_dropped(tpu: str, device: str) -> None:
+    x, w = torch.ones(8, 128, device=device), torch.ones(128, 128, device=device)
+    message = (
+        "product[override]: x has a tangent, of forward-mode differentiation (torch.func.jvp, dual_level); "
+        "expected reverse mode, the one that kernels have. Use torch.autograd.grad."
+    )
+    with pytest.raises(OverrideError) as caught:
+        torch.func.jvp(lambda x: product(x, w), (x,), (x,))
+    assert str(caught.value) == message
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(OverrideError) as caught:
+            product(torch.autograd.forward_ad.make_dual(x, x), w)
+        assert str(caught.value) == message
+        assert product(x, w).shape == (8, 128)
+
+
+def test_kernels_are_copied_and_pickled_as_functions_are() -> None:
+    assert copy.deepcopy({"act": product})["act"] is product
+    assert copy.copy(product) is product
+    assert pickle.loads(pickle.dumps(product)) is product
+    assert pickle.loads(pickle.dumps(kernels.rms_norm)) is kernels.rms_norm  # its module has its name
+
+    @kernel
+    def local(x: Ref = In("m n"), y: Ref = Out("m n"), *, m: Dim = Block(8)) -> None:
+        y[...] = x[...]
+
+    with pytest.raises(pickle.PicklingError) as caught:
+        pickle.dumps(local)
+    place = f"{__name__}.test_kernels_are_copied_and_pickled_as_functions_are.<locals>.local"
+    rule = "a kernel declared at the top of a module, under the name of its function"
+    assert str(caught.value) == f"local[pickle]: it is not {place}; expected {rule}."

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tpukern import tagging, torch_ops
 from tpukern.dsl import declared
@@ -76,14 +77,21 @@ def call(kernel: "Kernel", args: Sequence[Any], keywords: Mapping[str, Any]) -> 
 
     Raises:
         SignatureError: Rank, size, dtype or device do not fit.
-        ConfigError: A keyword is unknown or a config not legal.
+        ConfigError: A keyword is unknown or of another type, or a config not legal.
+        OverrideError: The kernel has no torch op, or is to be differentiated in forward mode.
     """
     op: TorchOp = kernel.torch_op or registered(kernel)
     if keywords:
         keywords = _arguments(kernel, op, keywords)
     if len(args) != len(kernel.declaration.inputs) or not all(isinstance(arg, torch.Tensor) for arg in args):
         args = _tensors(kernel, args)
-    results = op.overload(*args, **keywords)
+    if forward_ad._current_level >= 0:
+        _check_tangents(kernel, args)
+    try:
+        results = op.overload(*args, **keywords)
+    except RuntimeError:
+        _check_types(kernel, op, keywords)
+        raise
     if len(op.shown) == len(kernel.declaration.outputs):
         return results
     shown = tuple(results[at] for at in op.shown)
@@ -104,6 +112,25 @@ def _arguments(kernel: "Kernel", op: TorchOp, keywords: Mapping[str, Any]) -> di
         elif name != "config":
             config.append(f"{name}={value}")
     return {**given, "config": ",".join(config)} if config else given
+
+
+def _check_types(kernel: "Kernel", op: TorchOp, keywords: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a static argument is not of its type; torch's own words are seven lines."""
+    for argument in op.overload._schema.arguments:
+        value, kind = keywords.get(argument.name), str(argument.type)
+        wanted = torch_ops.PYTHON_TYPES.get(kind.removeprefix("Optional[").removesuffix("]"))
+        optional = value is None and (kind.startswith("Optional") or argument.name not in keywords)
+        if wanted is not None and not optional and not isinstance(value, wanted):
+            found = f"{argument.name} = {value!r} is a {type(value).__name__}"
+            raise ConfigError(kernel.name, found, kind.replace("Optional[", "None or a ").removesuffix("]"))
+
+
+def _check_tangents(kernel: "Kernel", args: Sequence[Any]) -> None:
+    """Raises OverrideError for forward-mode derivatives: torch would run the op without a word, and drop them."""
+    for o, arg in zip(kernel.declaration.inputs, args, strict=True):
+        if forward_ad.unpack_dual(arg).tangent is not None:
+            found = f"{o.name} has a tangent, of forward-mode differentiation (torch.func.jvp, dual_level)"
+            raise OverrideError(kernel.name, found, "reverse mode, the one that kernels have", "Use torch.autograd.grad.")
 
 
 def _tensors(kernel: "Kernel", args: Sequence[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpukern.dsl import Kernel
 
 SCHEMA_TYPES: Final = {bool: "bool", int: "int", float: "float", str: "str"}
+PYTHON_TYPES: Final = {"bool": bool, "int": int, "float": int | float, "str": str}  # what the schema's types take
 AUTOCAST_KEYS: Final = {"cpu": "AutocastCPU", "tpu": "AutocastPrivateUse1"}
 
 
