@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from tpukern.dsl import F32, Acc, Block, Dim, In, Kernel, Out, Ref, Scratch, dot, kernel
+from tpukern.dsl import F32, Acc, Block, Config, Dim, In, Kernel, Out, Ref, Scratch, dot, kernel
+from tpukern.dsl.frozen import FrozenMapping
+from tpukern.kernels import rms_norm
 from tpukern.targets import target
 from tpukern.testing import on_chip, programs, properties, strategies, strides
 from tpukern.testing.findings import Finding
@@ -276,3 +278,14 @@ def test_a_program_that_does_not_end() -> None:
     assert "still running after 2 s" in found.what
     assert "in grid step (" in found.what
     assert programs.within(0.05, lambda: __import__("time").sleep(1)) is None
+
+
+def test_a_product_that_is_flushed_before_rstd_makes_it_large_again_is_no_fault() -> None:
+    """x and w near 1e-13: their product with n is below float32's normal numbers, and 1/sqrt(eps) would have made it normal."""
+    kinds = FrozenMapping({"x": "tiny", "w": "tiny", "dy": "one_hot"})
+    forward, backward = Config({"block_r": 8}), Config({"block_r": 8})
+    sizes, statics = FrozenMapping({"r": (1,), "d": 3}), FrozenMapping({"eps": 8e-06})
+    point = strategies.Point(dtype="bfloat16", sizes=sizes, statics=statics, forward=forward, backward=backward)
+    session = Session(rms_norm)
+    assert properties.parity(session, Case(point=point, kinds=kinds)) is None
+    session.programs.close()
