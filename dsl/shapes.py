@@ -45,6 +45,9 @@ def _sizes(k: Declaration, workload: Workload) -> tuple[dict[str, int], tuple[in
     missing = [name for name in dims if not isinstance(values.get(name), int | tuple)]
     if missing:
         raise ConfigError(subject, f"no size for {missing[0]!r}", f"one for each of {dims}")
+    for name in dims:
+        if any(size < 0 for size in (values[name] if isinstance(values[name], tuple) else (values[name],))):
+            raise ConfigError(subject, f"{name} = {values[name]}", "a size of 0 or more")
     leading = None
     if k.star is not None:
         leading = values[k.star] if isinstance(values[k.star], tuple) else (values[k.star],)

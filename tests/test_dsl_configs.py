@@ -136,8 +136,9 @@ def test_workload_signature() -> None:
             "matmul, workload w[config]: no dim or static argument 'acts'; expected one of ['m', 'k', 'n', 'act']. "
             "Did you mean 'act'.",
         ),
+        (Workload("w", m=8, n=-8, k=8), "matmul, workload w[config]: n = -8; expected a size of 0 or more."),
     ],
-    ids=["missing", "unknown"],
+    ids=["missing", "unknown", "negative"],
 )
 def test_workload_errors(workload: Workload, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
