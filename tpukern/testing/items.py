@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
+import json
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +14,9 @@ import pytest
 
 from tpukern.dsl import Kernel
 from tpukern.errors import ConfigError, did_you_mean
-from tpukern.targets import TARGETS
 from tpukern.targets import target as target_named
-from tpukern.testing.findings import PROPERTIES, Finding, Verdict
+from tpukern.testing.findings import PROPERTIES, Verdict
+from tpukern.testing.plugin import targets_named
 
 _STORE = Path(".tpukern") / "regressions"
 
@@ -28,12 +30,16 @@ class Settings:
         seed: What they are drawn from.
         targets: Names of chips to compile for.
         store: Folder of inputs that failed before.
+        properties: Some of `PROPERTIES`; None for all.
+        shared: Folder that the processes of this run share; None if there is one process.
     """
 
     examples: int | None = None
     seed: int = 0
     targets: tuple[str, ...] = ()
     store: Path | None = None
+    properties: tuple[str, ...] | None = None
+    shared: Path | None = None
 
     @classmethod
     def read(cls, config: pytest.Config) -> "Settings":
@@ -45,13 +51,13 @@ class Settings:
         if importlib.util.find_spec("hypothesis") is None:
             do = "pip install 'tpukern[verify]'"
             raise ConfigError("verify", "hypothesis is not installed", "it, since the inputs are drawn by it", do)
-        names = [name.strip() for name in config.getoption("--tpukern-target").split(",") if name.strip()]
-        targets = tuple(TARGETS) if names == ["all"] else tuple(target_named(name).name for name in names)
+        folder = getattr(config, "workerinput", {}).get("tpukern_folder")
         return cls(
             examples=config.getoption("--tpukern-examples"),
             seed=config.getoption("--tpukern-seed"),
-            targets=targets,
+            targets=targets_named(config),
             store=config.rootpath / _STORE,
+            shared=None if folder is None else Path(folder),
         )
 
 
@@ -77,22 +83,24 @@ def verdict_tests(
                 kernel.name, f"no property {name!r}", f"one of {list(PROPERTIES)}", did_you_mean(name, PROPERTIES)
             )
     chips = tuple(target_named(name).name for name in targets)
-    asked = list(questions(kernel, properties, bool(chips)))
-    cases = [
-        pytest.param(direction, name, id=f"{kernel.name}-{direction}-{name}", marks=pytest.mark.tpukern_property(name))
-        for direction, name in asked
-    ]
+    some = None if properties is None else tuple(properties)
 
     @pytest.mark.tpukern(kernel.name)
     @pytest.mark.xdist_group(f"tpukern-{kernel.name}")
-    @pytest.mark.parametrize(("direction", "property_name"), cases)
     def verdict(request: pytest.FixtureRequest, direction: str, property_name: str) -> None:
         given = Settings.read(request.config)
-        settings = dataclasses.replace(
-            given, examples=examples if given.examples is None else given.examples, targets=given.targets or chips
+        chosen = dataclasses.replace(
+            given,
+            examples=examples if given.examples is None else given.examples,
+            targets=given.targets or chips,
+            properties=some,
         )
-        ask(kernel, direction, property_name, settings)
+        ask(kernel, direction, property_name, chosen)
 
+    def asked(compiles: bool) -> list[tuple[str, str, str]]:
+        return [(kernel.name, *question) for question in questions(kernel, some, compiles or bool(chips))]
+
+    verdict.tpukern_questions = asked  # type: ignore[attr-defined]  # for `plugin`, which knows the command line
     return verdict
 
 
@@ -104,26 +112,73 @@ def questions(kernel: Kernel, properties: Sequence[str] | None, compiles: bool) 
 
 
 def ask(kernel: Kernel, direction: str, name: str, settings: Settings) -> None:
-    """Fails the running test with what the verdict found; skips it if the question was not asked."""
-    found = _verdict(kernel, settings)
-    result = next(r for r in found.results if (r.property, r.direction) == (name, direction))
-    if result.findings:
-        pytest.fail("\n\n".join(map(_told, result.findings)), pytrace=False)
-    if result.skipped:
-        pytest.skip(result.skipped)
+    """Fails the running test with what the verdict found; skips it if the question was not asked.
+
+    What belongs to no test (a kernel that turns out to be flaky when only `parity` is asked) fails the first one.
+    """
+    answers = _answers(kernel, settings)
+    asked = list(questions(kernel, settings.properties, bool(settings.targets)))
+    found = list(answers[direction, name].findings)
+    if (direction, name) == asked[0]:
+        found += [text for question, answer in answers.items() if question not in asked for text in answer.findings]
+    if found:
+        pytest.fail("\n\n".join(found), pytrace=False)
+    if answers[direction, name].skipped:
+        pytest.skip(answers[direction, name].skipped)
 
 
-def _told(finding: Finding) -> str:
-    return f"{finding}\n\nReproduce it:\n\n{finding.script}" if finding.script else str(finding)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a test shows of a verdict.
+
+    Attributes:
+        findings: Each as text, with its script.
+        skipped: Why the question was not asked; empty if it was.
+    """
+
+    findings: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+Answers = dict[tuple[str, str], Answer]  # by direction and property
 
 
 @functools.lru_cache(maxsize=64)
+def _answers(kernel: Kernel, settings: Settings) -> Answers:
+    """Returns the verdict, reached once a process; once a run, where processes share a folder."""
+    if settings.shared is None:
+        return _told(_verdict(kernel, settings))
+    import fcntl
+
+    key = hashlib.sha256(repr((kernel.fn.__module__, kernel.name, settings)).encode()).hexdigest()[:16]
+    path = settings.shared / f"{key}.json"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a process that dies gives it up
+        if not path.exists():
+            answers = _told(_verdict(kernel, settings))
+            path.write_text(json.dumps([[*question, answer.findings, answer.skipped] for question, answer in answers.items()]))
+    stored = json.loads(path.read_text())
+    return {(d, name): Answer(findings=tuple(found), skipped=skipped) for d, name, found, skipped in stored}
+
+
+def _told(verdict: Verdict) -> Answers:
+    return {
+        (r.direction, r.property): Answer(
+            findings=tuple(f"{f}\n\nReproduce it:\n\n{f.script}" if f.script else str(f) for f in r.findings),
+            skipped=r.skipped,
+        )
+        for r in verdict.results
+    }  # fmt: skip
+
+
 def _verdict(kernel: Kernel, settings: Settings) -> Verdict:
-    """Returns the verdict, reached once a process."""
     from tpukern.testing.verdict import EXAMPLES, parity
 
     examples = EXAMPLES if settings.examples is None else settings.examples
-    return parity(kernel, examples=examples, seed=settings.seed, targets=settings.targets, store=settings.store)
+    return parity(
+        kernel, examples=examples, seed=settings.seed, targets=settings.targets, properties=settings.properties,
+        store=settings.store,
+    )  # fmt: skip
 
 
 # --- which kernels a project has -------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 It loads in every pytest run of an environment that has tpukern, so it imports nothing but pytest until it is asked.
 """
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,12 +35,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers our markers."""
+    """Registers our markers, and refuses targets that there are not."""
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    if config.getoption("--tpukern-target"):
+        from tpukern.errors import ConfigError
+
+        try:
+            targets_named(config)
+        except ConfigError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Gives the processes of pytest-xdist a folder for verdicts, so that each is reached once."""
+    if not hasattr(node.config, "tpukern_folder"):
+        folder = tempfile.TemporaryDirectory(prefix="tpukern-verdicts-")
+        node.config.tpukern_folder = folder.name
+        node.config.add_cleanup(folder.cleanup)
+    node.workerinput["tpukern_folder"] = node.config.tpukern_folder
+
+
+def targets_named(config: pytest.Config) -> tuple[str, ...]:
+    """Returns the names of the chips that the command line asks for.
+
+    Raises:
+        ConfigError: There is no such chip.
+    """
+    from tpukern.targets import TARGETS, target
+
+    names = [name.strip() for name in config.getoption("--tpukern-target").split(",") if name.strip()]
+    return tuple(TARGETS) if names == ["all"] else tuple(target(name).name for name in names)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives what `verdict_tests` returned one case for each question."""
+    asked = getattr(metafunc.function, "tpukern_questions", None)
+    if asked is not None:
+        cases = [
+            pytest.param(direction, name, id=f"{kernel}-{direction}-{name}", marks=pytest.mark.tpukern_property(name))
+            for kernel, direction, name in asked(bool(targets_named(metafunc.config)))
+        ]
+        metafunc.parametrize(("direction", "property_name"), cases)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the items, and xdist groups them
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Adds the items of `--tpukern`, and leaves out what `--tpukern-kernel` does not name."""
     wanted = config.getoption("--tpukern-kernel")
@@ -55,7 +96,7 @@ def kernel_of(item: pytest.Item) -> str | None:
     return None if mark is None else str(mark.args[0])
 
 
-def _collected(session: pytest.Session, config: pytest.Config, covered: set[str]) -> Iterator[pytest.Item]:
+def _collected(session: pytest.Session, config: pytest.Config, covered: set[str]) -> list[pytest.Item]:
     from tpukern.errors import TpukernError
 
     try:
@@ -69,7 +110,10 @@ def _collected(session: pytest.Session, config: pytest.Config, covered: set[str]
     for kernel in kernels:
         if kernel.name not in covered:
             for direction, name in items.questions(kernel, None, bool(settings.targets)):
-                yield Question.of(parent, kernel, direction, name, settings)
+                parent.items.append(Question.of(parent, kernel, direction, name, settings))
+    report = config.hook.pytest_make_collect_report(collector=parent)
+    config.hook.pytest_collectreport(report=report)  # they are counted among the collected
+    return parent.items
 
 
 def _select(config: pytest.Config, items: list[pytest.Item], wanted: Sequence[str]) -> None:
@@ -88,8 +132,12 @@ def _select(config: pytest.Config, items: list[pytest.Item], wanted: Sequence[st
 class Kernels(pytest.Collector):
     """The place of `--tpukern`'s items in the tree: they belong to no file."""
 
-    def collect(self) -> Iterator[pytest.Item]:
-        return iter(())
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.items: list[pytest.Item] = []
+
+    def collect(self) -> list[pytest.Item]:
+        return self.items
 
 
 class Question(pytest.Item):
