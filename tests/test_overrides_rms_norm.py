@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import tpukern
 from tpukern import explanation
 from tpukern.kernels import rms_norm
+from tpukern.testing import reference, ulp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:<TorchTpu/"),
@@ -43,10 +44,9 @@ def served(op: str) -> list[str]:
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    right = want.detach()
-    assert got.shape == right.shape
-    error = float((got.detach().cpu().double() - right).abs().max() / right.abs().max()) / torch.finfo(got.dtype).eps
-    assert error <= rms_norm.tolerance[str(got.dtype).removeprefix("torch.")]
+    reduction = max(got.shape, default=1)  # of y over the row, of the weight's gradient over the rows
+    error = ulp.worst(reference.array(got), reference.array(want), reduction=max(reduction, 64))
+    assert error.ulps <= rms_norm.tolerance[str(got.dtype).removeprefix("torch.")], str(error)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
