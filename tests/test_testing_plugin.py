@@ -121,7 +121,10 @@ BAD = [
         ("--tpukern-target", "v5"),
         "target[config]: no target 'v5'; expected one of ['v4', 'v5e', 'v5p', 'v6e', 'v7x']. Did you mean 'v5p'.",
     ),
-    (("-p", "no:hypothesispytest", "-p", "forget_hypothesis"), "hypothesis is not installed. Run: pip install 'tpukern[verify]'."),
+    (
+        ("-p", "no:hypothesispytest", "-p", "forget_hypothesis"),
+        "hypothesis is not installed. Run: pip install 'tpukern[verify]'.",
+    ),
 ]
 FORGET = """
 import sys
