@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from tpukern.dsl import F32, Acc, Block, Config, Dim, In, Kernel, Out, Ref, Scratch, dot, kernel
 from tpukern.dsl.frozen import FrozenMapping
-from tpukern.kernels import rms_norm
+from tpukern.kernels import flash_attention, rms_norm
 from tpukern.targets import target
 from tpukern.testing import on_chip, programs, properties, strategies, strides
 from tpukern.testing.findings import Finding
@@ -288,4 +288,29 @@ def test_a_product_that_is_flushed_before_rstd_makes_it_large_again_is_no_fault(
     point = strategies.Point(dtype="bfloat16", sizes=sizes, statics=statics, forward=forward, backward=backward)
     session = Session(rms_norm)
     assert properties.parity(session, Case(point=point, kinds=kinds)) is None
+    session.programs.close()
+
+
+def test_a_gradient_whose_overflow_hangs_on_the_last_bit_of_the_logsumexp_is_no_fault() -> None:
+    """Scores near 1e18 have no digits after 1e11: exp(s - lse) is 0 or infinite, and infinite times 0 is NaN."""
+    blocks = {f"flash_attention_{part}.block_{dim}": 128 for part in ("dkv", "dq") for dim in "ij"}
+    point = strategies.Point(
+        dtype="float32",
+        sizes=FrozenMapping({"b": (1,), "hk": 1, "g": 1, "i": 1, "d": 8, "j": 276, "e": 1}),
+        statics=FrozenMapping({"scale": 1.0}),
+        forward=Config({"block_i": 128, "block_j": 256}),
+        backward=Config({**blocks, "flash_attention_dkv.block_j": 256}),
+    )
+    session, case = Session(flash_attention), Case(point=point, kinds=FrozenMapping({"k": "huge"}))
+    program = session.programs[point]
+    results = program.run(program.plan.operands(case))
+    assert np.isnan(results["dk"]).any()
+    assert properties.parity(session, case) is None
+
+    def poisoned(operands: Any, seed: int | None = None) -> Any:
+        return {**results, "dk": np.full_like(results["dk"], np.nan)}
+
+    program.run = poisoned  # type: ignore[method-assign]
+    found = only(properties.parity(session, case))  # what is NaN whatever the last bit is a fault
+    assert (found.property, found.output) == ("parity", "dk")
     session.programs.close()

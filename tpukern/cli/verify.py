@@ -62,6 +62,11 @@ def show(output: Output, verdict: "Verdict") -> None:
         output.text(f"\nfound: {finding}")
         if finding.script:
             output.text(f"\n{finding.script}")
+    from tpukern.testing.findings import WIDE
+
+    for w in verdict.wide:
+        found = f"the bound of {w.bound:g} ULP for {w.dtype} is wide: {w.output} errs by {w.ulps:.3g}, and nothing by more"
+        output.note(f"{verdict.kernel}: {found}; expected at most {WIDE:g} times that. Lower its tolerance.")
     word = "right" if verdict.ok else "wrong"
     output.note(f"{verdict.kernel} is {word}: {verdict.examples} examples, seed {verdict.seed}, {verdict.seconds:.0f} s.\n")
 

@@ -3,10 +3,13 @@
 import builtins
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 from tpukern.errors import ParityError
 from tpukern.testing.strategies import Case
+
+WIDE: Final = 4.0  # times the measured worst: the most that a bound may be
+MEASURED: Final = 2000  # examples: fewer say little of the worst
 
 # In the order in which they are shown. Each is one question; a direction that a question has no meaning for is left out.
 PROPERTIES: dict[str, tuple[str, ...]] = {
@@ -138,6 +141,19 @@ class Verdict:
         """Whether the kernel is right, as far as was looked."""
         return not self.findings
 
+    @builtins.property
+    def wide(self) -> tuple[Worst, ...]:
+        """The bounds that are more than four times the measured worst, each with its worst result; none below 2,000 examples.
+
+        Results that share a bound are measured together: which of them comes closest to it is a matter of the inputs drawn.
+        """
+        shared: dict[tuple[str, float], Worst] = {}
+        for worst in self.worst if self.examples >= MEASURED and self.ok else ():
+            known = shared.setdefault((worst.dtype, worst.bound), worst)
+            if worst.ulps > known.ulps:
+                shared[worst.dtype, worst.bound] = worst
+        return tuple(worst for worst in shared.values() if worst.bound > WIDE * worst.ulps)
+
     def check(self) -> None:
         """Raises the first finding.
 
@@ -179,6 +195,7 @@ class Verdict:
                 }
                 for w in self.worst
             ],
+            "wide": [{"dtype": w.dtype, "bound": w.bound, "ulps": number(w.ulps), "output": w.output} for w in self.wide],
         }
 
 

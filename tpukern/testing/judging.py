@@ -16,7 +16,8 @@ Five rules beyond the error metric (`ulp`), so that only the kernel's faults cou
    not to: sum(o do) for sum(p dp). An element's magnitude counts as an eighth, at least, of the median in its matrix (the
    last two axes).
 4. **Forward results** reach a gradient rounded to their dtype (a log-sum-exp of 1e5 has an eps of 0.008). What the kernel's
-   gradient moves by when they move by one eps, up or down at random, counts as magnitude too.
+   gradient moves by when they move by one eps, up or down at random, counts as magnitude too; where that decides whether it
+   is finite (exp(s - lse) of scores near 1e18), it may be anything.
 5. **Subnormals** among the operands count as zero (`reference`), and results below the smallest normal number may be zero.
 """
 
@@ -186,15 +187,18 @@ class Oracle:
         """How far the kernel's gradients move when its outputs, as the gradient gets them, move by their last bit."""
         if self.program is None or not self.plan.handed_on:
             return {}
-        still = self.program.run(self.operands)
+        still = {name: a.astype(np.float64) for name, a in self.program.run(self.operands).items()}
         total: dict[str, Any] = dict.fromkeys((o.name for o in self.plan.backward.outputs), 0.0) if self.plan.backward else {}
         coarsest = max((float(ulp.ml_dtypes.finfo(a.dtype).eps) for a in self.operands if floating(a)), default=1.0)
         with np.errstate(all="ignore"):
             for seed in range(_NUDGES):
                 moved = self.program.run(self.operands, seed)
                 for name in total:
-                    change = (moved[name].astype(np.float64) - still[name].astype(np.float64)) / coarsest
-                    total[name] = total[name] + np.where(np.isfinite(change), change, 0.0) ** 2
+                    now = moved[name].astype(np.float64)
+                    change = (now - still[name]) / coarsest
+                    change = np.where(np.isfinite(now) & np.isfinite(still[name]), change, 0.0)
+                    change[np.isfinite(now) != np.isfinite(still[name])] = np.inf  # the last bit decides whether it overflows
+                    total[name] = total[name] + change**2
         return {name: np.sqrt(t / _NUDGES) for name, t in total.items()}
 
     def _errors(self, o: Operand, got: np.ndarray, want: np.ndarray, trials: int, handed_on: Any = 0.0) -> np.ndarray:

@@ -168,9 +168,8 @@ class _Run:
         results = []
         names = dict.fromkeys([*(n for n in PROPERTIES if n in self.asked), *(f.property for f in self.findings)])
         for name in names:
-            for direction in PROPERTIES[name]:
-                if direction not in self.session.directions:
-                    continue
+            blamed = [f.direction for f in self.findings if f.property == name]
+            for direction in dict.fromkeys((*(d for d in PROPERTIES[name] if d in self.session.directions), *blamed)):
                 own = tuple(f for f in self.findings if f.property == name and f.direction == direction)
                 skipped = self.skipped.get(name, "") if not self.counts.get(name) else ""
                 results.append(
