@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from tpukern.dsl import F32, Acc, Block, Config, Dim, In, Kernel, Out, Ref, Scratch, dot, kernel
 from tpukern.dsl.frozen import FrozenMapping
-from tpukern.kernels import flash_attention, rms_norm
+from tpukern.kernels import flash_attention, linear, rms_norm
 from tpukern.targets import target
 from tpukern.testing import on_chip, programs, properties, strategies, strides
 from tpukern.testing.findings import Finding
@@ -313,4 +313,14 @@ def test_a_gradient_whose_overflow_hangs_on_the_last_bit_of_the_logsumexp_is_no_
     program.run = poisoned  # type: ignore[method-assign]
     found = only(properties.parity(session, case))  # what is NaN whatever the last bit is a fault
     assert (found.property, found.output) == ("parity", "dk")
+    session.programs.close()
+
+
+def test_an_infinity_times_a_tiny_number_reaches_its_result() -> None:
+    """x near 1e-16: no finite number in the place of w's -inf moves relu(x w + b), and -inf makes it 0."""
+    blocks = {"block_m": 128, "block_n": 128, "block_k": 128}
+    sizes, statics = FrozenMapping({"m": (1,), "k": 1, "n": 63}), FrozenMapping({"act": "relu"})
+    point = strategies.Point(dtype="bfloat16", sizes=sizes, statics=statics, forward=Config(blocks))
+    session = Session(linear, ("forward",))
+    assert properties.parity(session, Case(point=point, kinds=FrozenMapping({"x": "tiny", "w": "inf"}))) is None
     session.programs.close()

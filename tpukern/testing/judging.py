@@ -234,7 +234,7 @@ class Oracle:
         want, standins = self.exact[o.name], [r[o.name] for r in self.replaced]
         moves = np.zeros(want.shape, bool)
         with np.errstate(all="ignore"):
-            for other in standins[1:]:
+            for other in (*standins[1:], np.where(np.isnan(want), standins[0], want)):  # Inf moves what no finite number may
                 moves |= np.abs(other - standins[0]) > 1e-12 * np.maximum(np.abs(standins[0]), np.abs(other))
         result = got.astype(np.float64)
         nan = np.isnan(result)
