@@ -14,6 +14,7 @@ from tpukern.dsl.config import Config  # noqa: E402
 from tpukern.dsl.context import interpreted, using  # noqa: E402
 from tpukern.dsl.decorator import kernel  # noqa: E402
 from tpukern.dsl.grid import Dim  # noqa: E402
+from tpukern.dsl.helion_configs import from_helion_config, to_helion_config  # noqa: E402
 from tpukern.dsl.kernel import Kernel  # noqa: E402
 from tpukern.dsl.precision import F32, NEG, dot  # noqa: E402
 from tpukern.dsl.roles import Acc, Block, Choice, Each, In, Out, Prefetch, Ref, Scalar, Scratch  # noqa: E402
@@ -22,5 +23,6 @@ from tpukern.dsl.workload import Override, Workload  # noqa: E402
 
 __all__ = [
     "F32", "NEG", "Acc", "Block", "Bound", "Choice", "Config", "Dim", "Each", "In", "Kernel", "Operand", "Out", "Override",
-    "Prefetch", "Ref", "Scalar", "Scratch", "Signature", "Workload", "dot", "interpreted", "kernel", "using",
+    "Prefetch", "Ref", "Scalar", "Scratch", "Signature", "Workload", "dot", "from_helion_config", "interpreted", "kernel",
+    "to_helion_config", "using",
 ]  # fmt: skip

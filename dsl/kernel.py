@@ -16,6 +16,7 @@ from tpukern.dsl.bound import Bound, specs_of
 from tpukern.dsl.config import Config
 from tpukern.dsl.declaration import Declaration
 from tpukern.dsl.geometry import Geometry
+from tpukern.dsl.helion_form import HelionForm
 from tpukern.dsl.signature import Signature, bind
 from tpukern.dsl.workload import Override, Workload
 from tpukern.errors import SignatureError
@@ -31,7 +32,7 @@ class Kernel:
         name: Its name, unique among kernels.
         op: The torch op it is registered as, or None.
         dtypes: The element types it takes.
-        frontend: `pallas`, or `jax` for a backward pass that is a JAX function.
+        frontend: `pallas`, `helion`, or `jax` for a backward pass that is a JAX function.
         reference: The same in plain torch, or None.
         overrides: The ATen ops that it stands in for.
         workloads: Named shapes.
@@ -44,6 +45,7 @@ class Kernel:
         declared_at: When, in seconds since the epoch: source files changed later are not what runs.
         gradient: The backward kernel, or None.
         forward: The kernel that this one is the gradient of, or None.
+        helion: What a kernel of the Helion frontend has beyond this, or None.
         torch_op, torch_call, torch_launch: What dispatch keeps here, so that calls on torch tensors need not look for it.
     """
 
@@ -61,7 +63,9 @@ class Kernel:
         build: Callable[[Signature, Config], Callable[..., Any]] | None = None,
         vmem_limit_bytes: int | None = None,
         reject: Callable[[Config, Signature, Target | None], str | None] | None = None,
+        helion: HelionForm | None = None,
     ) -> None:
+        self.helion = helion
         self.name, self.op, self.dtypes = declaration.kernel, op, declaration.dtypes
         self.declaration, self.fn, self.frontend, self.doc = declaration, fn, frontend, inspect.getdoc(fn) or ""
         self.reference, self.overrides, self.workloads, self.tolerance = reference, overrides, workloads, tolerance
@@ -118,7 +122,7 @@ class Kernel:
         declared = repr(
             (k.kernel, [(o.name, o.role) for o in k.operands], list(k.dims), dict(self._casts), self.vmem_limit_bytes)
         )
-        return source.digest(self._functions(), declared)
+        return source.digest(self._functions(), declared + (self.helion.describe() if self.helion else ""))
 
     def _functions(self) -> tuple[Callable[..., Any], ...]:
         spans = (dim.span for dim in self.declaration.dims.values())
@@ -179,7 +183,7 @@ class Kernel:
     def _calls(self, signatures: tuple[Signature, ...]) -> tuple[composite.Call, ...]:
         """Returns the kernels that a composite calls at these signatures; none for a tile kernel."""
         found: list[composite.Call] = []
-        for signature in () if self.is_tile else signatures:
+        for signature in () if self.is_tile or self.helion else signatures:
             found += composite.calls_of(self._frontend(signature, space.own_default(self)), specs_of(signature))
         return composite.merged(found)
 
@@ -231,6 +235,8 @@ class Kernel:
         return self._largest((signature,)) if largest else self._default((signature,), target)
 
     def _frontend(self, signature: Signature, config: Config) -> Callable[..., tuple[jax.Array, ...]]:
+        if self.helion is not None:
+            return self.helion.build(self, signature, config)
         if self.build is not None:
             return _checked(signature, self.build(signature, config))
         if self.is_tile:
@@ -253,6 +259,8 @@ class Kernel:
         Returns:
             The output; several as a tuple, in order of declaration. On torch tensors, only those that are not `saved`.
         """
+        if self.helion is not None:
+            args, keywords = self.helion.arguments(args, keywords)
         for arg in args:
             if hasattr(arg, "requires_grad"):
                 call = self.torch_call or importlib.import_module("tpukern.dispatch").call

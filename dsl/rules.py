@@ -137,10 +137,11 @@ def _lookups(k: Declaration) -> None:
             found = f"{axis.name!r} of {o} has neither Block nor Each"
             raise SignatureError(k.kernel, found, "one of them, to say how much a table entry stands for")
         _lookup_indices(k, o, axis, tables[axis.table])
+    looked_up = {axis.name for _, axis in k.lookups}
     for o in k.operands:
         for plain in o.axes if isinstance(o.role, Input | Output) else ():
             for name in () if isinstance(plain, d.Lookup) else d.names_of(plain):
-                if name in k.dims and name not in k.grid:
+                if name in looked_up and name not in k.grid:
                     found = f"{name!r} is looked up in a table on one operand and plain on {o}"
                     raise SignatureError(k.kernel, found, "a table on every operand, since a looked-up dim has no grid index")
 

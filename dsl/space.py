@@ -28,6 +28,8 @@ def resolve(kernel: "Kernel", signatures: Signatures, given: Mapping[str, Any], 
         ConfigError: A key or a value is none that the kernel has, or `reject` refuses the config.
         LowerError: Mosaic cannot tile a block.
     """
+    if kernel.helion is not None:
+        return kernel.helion.resolve(kernel, signatures[0], given, base, target)
     known = (*kernel.declaration.keys, *(key for key in base if "." in key))
     for key in given:
         if key not in known and not (kernel.is_tile and key == "order") and not _is_order(kernel, signatures, key):
@@ -106,14 +108,18 @@ def canonical(kernel: "Kernel", signatures: Signatures, config: Config) -> Confi
 
 
 def own_default(kernel: "Kernel") -> Config:
-    """Returns the declared defaults of the kernel's own keys."""
+    """Returns the declared defaults of the kernel's own keys; none for a Helion kernel, whose keys depend on the shapes."""
     k = kernel.declaration
+    if kernel.helion is not None:
+        return Config()
     blocks = {f"block_{name}": k.dims[name].default for name in k.blocks}
     return Config({**blocks, **{name: tunable.default for name, tunable in k.choices.items()}})
 
 
 def configs(kernel: "Kernel", signatures: Signatures, target: Target | None) -> tuple[Config, ...]:
     """Returns the distinct legal configs, in the order of the declared choices; the grid's order is left as declared."""
+    if kernel.helion is not None:
+        return kernel.helion.configs(kernel, signatures[0], target)
     k = kernel.declaration
     spaces: list[list[Config]] = [[Config({f"block_{name}": c}) for c in k.dims[name].choices] for name in k.blocks]
     spaces += [[Config({name: value}) for value in tunable.choices] for name, tunable in k.choices.items()]
@@ -135,6 +141,8 @@ def default(kernel: "Kernel", signatures: Signatures, target: Target | None) -> 
         ConfigError: No config is legal.
         LowerError: The same, for Mosaic's sake.
     """
+    if kernel.helion is not None:
+        return kernel.helion.default(kernel, signatures[0], target)
     items = dict(own_default(kernel))
     for call in kernel.calls(signatures):
         items.update(call.free(default(call.kernel, call.signatures, target)))
@@ -160,6 +168,8 @@ def largest(kernel: "Kernel", signatures: Signatures) -> Config:
         ConfigError: No config is legal.
         LowerError: The same, for Mosaic's sake.
     """
+    if kernel.helion is not None:
+        return kernel.helion.largest(signatures[0])
     k, start = kernel.declaration, own_default(kernel)
     items = {**start, **{f"block_{name}": max(k.dims[name].choices) for name in k.blocks}}
     for call in kernel.calls(signatures):

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         Scalar,
         Scratch,
         Workload,
+        from_helion_config,
+        to_helion_config,
     )
     from tpukern.dsl.decorator import kernel
     from tpukern.explanation import explain
@@ -60,7 +62,9 @@ _EXPORTS = {
     "Scalar": "tpukern.dsl",
     "Scratch": "tpukern.dsl",
     "Workload": "tpukern.dsl",
+    "from_helion_config": "tpukern.dsl",
     "kernel": "tpukern.dsl",
+    "to_helion_config": "tpukern.dsl",
     "Lowered": "tpukern.lowering",
     "lower": "tpukern.lowering",
     "Compiled": "tpukern.compiling",
@@ -108,9 +112,11 @@ __all__ = [
     "enable",
     "estimate",
     "explain",
+    "from_helion_config",
     "kernel",
     "lower",
     "target",
+    "to_helion_config",
 ]
 
 

@@ -31,7 +31,8 @@ _STALE_TEMP_S = 3600.0
 
 def _road_files() -> list[pathlib.Path]:
     folder = pathlib.Path(__file__).parent
-    names = ("jax_adapter.py", "lowering.py", "compiling.py", "worker.py", "targets.py", "environment.py")
+    adapters = ("jax_adapter.py", "helion_adapter.py", "helion_host.py")
+    names = (*adapters, "lowering.py", "compiling.py", "worker.py", "targets.py", "environment.py")
     return sorted([*(folder / name for name in names), *(folder / "dsl").glob("*.py")])
 
 

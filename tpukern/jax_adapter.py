@@ -81,6 +81,24 @@ def device_context(target: Target) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def cpu_as(target: Target) -> Iterator[None]:
+    """Answers for ``target`` what a kernel asks of the chip while JAX traces for the CPU (interpret form)."""
+    from jax._src.pallas.mosaic import tpu_info
+
+    version = tpu_info.chip_version_from_device_kind(target.device_kind)
+    assert version is not None, f"jax does not know {target.device_kind}"
+    before = tpu_info.registry.get("cpu")
+    tpu_info.registry["cpu"] = lambda: tpu_info.get_tpu_info_for_chip(version, 1)
+    try:
+        yield
+    finally:
+        if before is None:
+            del tpu_info.registry["cpu"]
+        else:
+            tpu_info.registry["cpu"] = before
+
+
 def retraced(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Returns ``function`` as a new callable of that name.
 

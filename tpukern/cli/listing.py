@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tpukern import helion_adapter
 from tpukern.cli.names import shipped
 from tpukern.cli.output import Output, json_option
 from tpukern.targets import TARGETS
@@ -24,6 +25,9 @@ def list_command(output: Output) -> int:
         output.json(rows)
         return 0
     output.table(HEADINGS, [cells(row) for row in rows])
+    lacking = helion_adapter.missing()
+    if lacking is not None and any(row["frontend"] == "helion" for row in rows):
+        output.note(f"The kernels of the frontend helion cannot run here: {lacking}. {helion_adapter.INSTALL}")
     output.note("* opt-in: enabled by 'tpukern run --opt-in NAME' or tpukern.enable(opt_in=...) only.")
     return 0
 

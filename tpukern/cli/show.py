@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tpukern.cli.points import Point
     from tpukern.dsl.ir import PallasCall
 
-STAGES = ("bound", "pallas", "mosaic", "stablehlo")
+STAGES = ("helion", "bound", "pallas", "mosaic", "stablehlo")
 DEFAULT_TARGET = "v5e"
 
 
@@ -25,11 +25,12 @@ DEFAULT_TARGET = "v5e"
 @json_option
 @click.pass_obj
 def show_command(output: Output, kernel: str, target: str, stage: str, **chosen: Any) -> int:
-    """Show KERNEL at one stage: bound, pallas, mosaic or stablehlo.
+    """Show KERNEL at one stage: helion, bound, pallas, mosaic or stablehlo.
 
-    bound: sizes, config, grid, blocks, scratch and VMEM estimate. pallas: each pallas_call with its body, as traced.
-    mosaic: the text of each, as the TPU compiler gets it. stablehlo: the module around them. Without --workload it is
-    the first workload, without --direction the forward. Neither a TPU nor libtpu is needed.
+    helion: of a Helion kernel, the code that Helion generates. bound: sizes, config, grid, blocks, scratch and VMEM
+    estimate. pallas: each pallas_call with its body, as traced. mosaic: the text of each, as the TPU compiler gets it.
+    stablehlo: the module around them. Without --workload it is the first workload, without --direction the forward.
+    Neither a TPU nor libtpu is needed.
     """
     point = one_point(kernel, target, choice_of(**chosen))
     texts = stage_texts(point, stage)
@@ -74,6 +75,12 @@ def stage_texts(point: "Point", stage: str) -> tuple[str, ...]:
 
     bound = point.bound
     assert bound is not None
+    if stage == "helion":
+        form = bound.kernel.helion
+        if form is None:
+            found = f"its frontend is {bound.kernel.frontend}"
+            raise ConfigError(bound.kernel.name, found, "a kernel of the Helion frontend for the stage helion")
+        return (form.source(bound.signature, bound.config, point.target),)
     if stage in ("mosaic", "stablehlo"):
         lowered = lower(bound, point.target)
         return lowered.mosaic if stage == "mosaic" else (lowered.stablehlo,)

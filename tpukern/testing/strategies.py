@@ -157,9 +157,12 @@ def _prime(above: int) -> int:
     return next(n for n in itertools.count(above + 1) if all(n % m for m in range(2, math.isqrt(n) + 1)))
 
 
-def _choices_of(k: Declaration, name: str) -> tuple[int, ...]:
+def _choices_of(kernel: Kernel, name: str) -> tuple[int, ...]:
+    k = kernel.declaration
     if name not in k.dims:
         return _WHOLE
+    if kernel.helion is not None:
+        return borders(kernel.helion.least_blocks().get(name, min(k.dims[name].choices)))
     return _EACH if k.dims[name].each else borders(min(k.dims[name].choices))
 
 
@@ -173,7 +176,7 @@ def sizes(kernel: Kernel, turn: int, rng: np.random.Generator) -> dict[str, Any]
     names = [n for n in dict.fromkeys(n for o in k.inputs for n in o.names) if n not in k.int_statics]
     found: dict[str, int] = {}
     for at, name in enumerate(names):
-        choices = _choices_of(k, name)
+        choices = _choices_of(kernel, name)
         if turn <= 2:
             found[name] = choices[(0, 2, 1)[turn]] if name in k.blocks else choices[min(turn, 1)]
         else:
@@ -259,6 +262,8 @@ def drawn_config(kernel: Kernel, signature: Signature, form: str, rng: np.random
 
 
 def _config(kernel: Kernel, signatures: tuple[Signature, ...], form: str, rng: np.random.Generator) -> Config:
+    if kernel.helion is not None:
+        return kernel.helion.drawn(signatures[0], form, rng)
     k = kernel.declaration
     pick = {"smallest": min, "largest": max}.get(form, lambda choices: int(rng.choice(choices)))
     found: dict[str, Any] = {f"block_{name}": pick(k.dims[name].choices) for name in k.blocks}
@@ -323,6 +328,11 @@ def _of_turn(kernel: Kernel, turn: int, seed: int) -> list[Point]:
         )
         found.append(with_configs(kernel, point, "smallest", rng))
     return found
+
+
+def least(kernel: Kernel, seed: int) -> list[Point]:
+    """Returns for each element type the smallest point: one element along every dim."""
+    return _of_turn(kernel, 0, seed)
 
 
 def rich(kernel: Kernel, seed: int) -> list[Point]:
