@@ -83,7 +83,7 @@ class _Namer:
         kind = type(value)
         if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # of numpy or JAX, or a numpy scalar
             return ["array", kind.__module__, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
-        if "dtype" in kind.__name__.lower():
+        if any(base.__name__ == "dtype" for base in kind.__mro__):  # of numpy or torch; numpy names its own classes as it likes
             return ["dtype", str(value)]
         raise Unkeyable(f"{kind.__qualname__} {value!r}")
 
