@@ -17,6 +17,7 @@ from tpukern import compiling, lowering, worker_pool
 from tpukern.compiling import Job
 from tpukern.dsl import Acc, Block, Dim, In, Out, Ref, dot, kernel
 from tpukern.errors import ConfigError
+from tpukern.kernels import rms_norm
 from tpukern.targets import MIB, TARGETS
 
 pytest.importorskip("libtpu")
@@ -312,3 +313,16 @@ def test_nothing_to_compile(monkeypatch):
 def test_refusals_in_our_form(text, bytes_, error):
     needed, said = compiling.refusal("k", "v9", text)
     assert (needed, str(said)) == (bytes_, error)
+
+
+def test_blocks_that_no_vmem_holds_are_refused_before_libtpu_sees_them(monkeypatch):
+    def never(*args, **keywords):
+        raise AssertionError("a worker was asked")
+
+    monkeypatch.setattr(worker_pool.WorkerPool, "submit", never)
+    x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((8192,), jnp.bfloat16)
+    result = compiling.compile(rms_norm.bind(x, w, eps=1e-5, config={"block_r": 4096}, target="v5e"))
+    assert (result.ok, result.vmem_bytes) == (False, 2 * (64 << 20) + (16 << 10) + (16 << 10))  # x and y, w, rstd
+    said = "128.03 MiB of VMEM needed; expected at most 128.00 MiB. Choose smaller blocks."
+    assert result.error == f"rms_norm[compile] on v5e: {said}"

@@ -243,6 +243,11 @@ class _Run:
             self._finish(index, _value(ok=False, seconds=0.0, error=str(error)), cached=False)
             return None
         self.digests[index] = lowered.digest
+        if lowered.vmem_bytes > job.target.vmem_bytes:  # libtpu needs minutes to say so
+            refused = _overflow(job.bound.kernel.name, job.target.name, "VMEM", lowered.vmem_bytes, job.target.vmem_bytes)
+            value = _value(digest=lowered.digest, vmem_bytes=lowered.vmem_bytes, error=str(refused))
+            self._finish(index, value, cached=False)
+            return None
         return worker_pool.Task(tag=index, module=lowered.module, topology=job.target.topology, options=self.options)
 
     def take(self, outcomes: Sequence[worker_pool.Outcome]) -> None:
@@ -317,15 +322,19 @@ def refusal(name: str, target: str, text: str) -> tuple[int | None, CompileError
     for pattern, space in _OVERFLOWS:
         if found := pattern.search(text):
             used, limit = (int(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
-            raise_it = ", or raise vmem_limit_bytes" if space == "scoped VMEM" else ""
-            return used, CompileError(
-                name,
-                f"{used / MIB:.2f} MiB of {space} needed",
-                f"at most {limit / MIB:.2f} MiB",
-                f"Choose smaller blocks{raise_it}.",
-                target=target,
-            )
+            return used, _overflow(name, target, space, used, limit)
     return None, CompileError(name, _condensed(text), "a kernel that the TPU compiler accepts", target=target)
+
+
+def _overflow(name: str, target: str, space: str, used: int, limit: int) -> CompileError:
+    raise_it = ", or raise vmem_limit_bytes" if space == "scoped VMEM" else ""
+    return CompileError(
+        name,
+        f"{used / MIB:.2f} MiB of {space} needed",
+        f"at most {limit / MIB:.2f} MiB",
+        f"Choose smaller blocks{raise_it}.",
+        target=target,
+    )
 
 
 def _condensed(text: str) -> str:

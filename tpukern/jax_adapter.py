@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import re
 import sys
 import types
@@ -257,6 +258,18 @@ def _mosaic_text(body: bytes) -> str:
         module = ir.Module.parse(body)
         PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(module.operation)
         return str(module.operation.get_asm(enable_debug_info=False))
+
+
+_WINDOW = re.compile(r"%arg\d+: memref<((?:\d+x)*)[a-z]+(\d+)\w*, (?:[^<>]*, )?#tpu\.memory_space<vmem>>")
+
+
+def window_bytes(mosaic: str) -> int:
+    """Returns the VMEM that a Mosaic kernel cannot do without: each window and scratch array once, without padding.
+
+    A pipeline holds most windows twice; but an array that is small enough may lie in VMEM as a whole, without windows.
+    """
+    head = next((line for line in mosaic.splitlines() if "func.func @" in line), "")
+    return sum(math.prod(int(n) for n in m[1].split("x") if n) * int(m[2]) // 8 for m in _WINDOW.finditer(head))
 
 
 # --- compiling: only in the worker, loads libtpu ---------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Lowered:
         module: The serialized module: what the compiler and the device take. Its bytes hold source locations, so they differ
             between checkouts at equal meaning.
         digest: SHA-256 over ``stablehlo`` and ``mosaic``: equal digests compile to the same code.
+        vmem_bytes: VMEM that the largest of its Mosaic kernels cannot do without.
     """
 
     bound: Lowerable
@@ -52,6 +53,7 @@ class Lowered:
     mosaic: tuple[str, ...] = dataclasses.field(repr=False)
     module: bytes = dataclasses.field(repr=False)
     digest: str
+    vmem_bytes: int = 0
 
 
 def lower(bound: Lowerable, target: Target | str | None = None) -> Lowered:
@@ -87,6 +89,7 @@ def lower(bound: Lowerable, target: Target | str | None = None) -> Lowered:
         mosaic=mosaic,
         module=module,
         digest=value_names.digest([stablehlo, *mosaic]),
+        vmem_bytes=max((jax_adapter.window_bytes(text) for text in mosaic), default=0),
     )
 
 
