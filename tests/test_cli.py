@@ -338,6 +338,14 @@ def test_the_console_script(user: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
 
 
+def test_a_file_that_imports_torch_does_not_start_the_device(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    text = (user / "mine.py").read_text()
+    (user / "mine.py").write_text(f"import sys, torch\n{text}print('torch_tpu' in sys.modules)\n")
+    done = console(user, "show", "mine:double", "--json")
+    assert (done.returncode, done.stderr) == (0, "imported\nFalse\n")
+
+
 def test_a_group_without_a_command_prints_its_help() -> None:
     for words in ([], ["cache"]):
         result = tpukern_command(*words)

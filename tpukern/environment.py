@@ -1,4 +1,4 @@
-"""The only reader of ``os.environ``: where things are kept, and what the processes that load libtpu must see.
+"""The only reader and writer of ``os.environ``: where things are kept, and what the processes that load libtpu must see.
 
 Functions, not state: a variable changed while the process runs is seen by the next call.
 """
@@ -38,6 +38,11 @@ _SCHEDULE_FLAGS = (
 def value(name: str) -> str | None:
     """Returns the environment variable ``name``, or None if it is unset or empty."""
     return os.environ.get(name) or None
+
+
+def leave_the_device_alone() -> None:
+    """Keeps ``import torch`` from starting torch_tpu in this process and its children, unless the user asked for it."""
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def _number(name: str, default: float, minimum: float) -> float:

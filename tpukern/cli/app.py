@@ -7,6 +7,7 @@ from typing import Any, Never
 
 import click
 
+from tpukern import environment
 from tpukern.cli.groups import Group, print_help
 from tpukern.cli.output import Output
 from tpukern.errors import TpukernError
@@ -24,6 +25,7 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
     "cache": "tpukern.cli.cache",
 }
 
+WITH_DEVICE = frozenset({"run", "doctor"})
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
@@ -113,5 +115,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> Never:
     """Entry point of the console script."""
+    if not WITH_DEVICE & set(sys.argv[1:2]):
+        environment.leave_the_device_alone()  # else a file of kernels that imports torch would start it, in seconds
     cli.main()
     raise AssertionError("unreachable: cli.main() exits")
