@@ -173,8 +173,27 @@ class Kernel:
         return self._configs((signature,), _target(target))
 
     def default_config(self, signature: Signature, target: Target | str | None = None) -> Config:
-        """Returns the declared defaults, stepped down until legal and, for a target, until the VMEM estimate fits."""
+        """Returns the config to use where none is given: for a target the tuned one on record, else `declared_config`."""
         return self._default((signature,), _target(target))
+
+    def declared_config(self, signature: Signature, target: Target | str | None = None) -> Config:
+        """Returns the declared defaults, stepped down until legal and, for a target, until the VMEM estimate fits."""
+        return space.declared(self, (signature,), _target(target))
+
+    def config_origin(self, signature: Signature, target: Target | str | None = None) -> str:
+        """Says where `default_config` comes from: "user record", "shipped record of r=8192,d=4096", "default", ..."""
+        chip = _target(target)
+        known = space.recorded(self, (signature,), chip)
+        if known is not None:
+            return str(known[1])
+        inner = [(c.kernel.name, space.recorded(c.kernel, c.signatures, chip)) for c in self.calls((signature,))]
+        parts = [f"{name}: {found[1]}" for name, found in inner if found is not None]
+        return "; ".join(parts) or "default"
+
+    def forget_defaults(self) -> None:
+        """Asks for recorded configs again: call it where records were written while the process runs."""
+        self._default.cache_clear()
+        self._bind.cache_clear()
 
     def largest_config(self, signature: Signature) -> Config:
         """Returns the legal config of the largest blocks, for interpret form."""

@@ -5,9 +5,10 @@ All of it is asked for one or more signatures at a time: a composite may call a 
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tpukern.autotune import recalling
 from tpukern.dsl.config import Config
 from tpukern.dsl.declaration import unknown_keyword
 from tpukern.dsl.geometry import Geometry
@@ -135,17 +136,73 @@ def configs(kernel: "Kernel", signatures: Signatures, target: Target | None) -> 
 
 
 def default(kernel: "Kernel", signatures: Signatures, target: Target | None) -> Config:
+    """Returns the config to use where none is given: on a target the one recorded, else `declared`.
+
+    Raises:
+        ConfigError: No config is legal.
+        LowerError: The same, for Mosaic's sake.
+    """
+    known = recorded(kernel, signatures, target)
+    return _declared(kernel, signatures, target, default) if known is None else known[0]
+
+
+def declared(kernel: "Kernel", signatures: Signatures, target: Target | None) -> Config:
     """Returns the declared defaults, stepped down until they are legal and, on a target, their VMEM estimate fits.
 
     Raises:
         ConfigError: No config is legal.
         LowerError: The same, for Mosaic's sake.
     """
+    return _declared(kernel, signatures, target, declared)
+
+
+def recorded(
+    kernel: "Kernel", signatures: Signatures, target: Target | None
+) -> tuple[Config, recalling.Recalled] | None:
+    """Returns the tuned config that is on record for these sizes or the nearest ones, and which; see `autotune.recalling`."""
+    if target is None or len(signatures) != 1:
+        return None
+    found: list[Config] = []
+
+    def legal(config: Mapping[str, Any], exact: bool) -> bool:
+        try:
+            whole = _whole(kernel, signatures, config, target)
+        except TpukernError:
+            return False
+        found[:] = [whole]
+        return exact or _all_fit(kernel, signatures, whole, target)
+
+    chosen = recalling.recall(kernel.declaration, signatures[0], target, legal)
+    return None if chosen is None else (found[0], chosen)
+
+
+def _whole(kernel: "Kernel", signatures: Signatures, config: Mapping[str, Any], target: Target) -> Config:
+    if kernel.helion is not None:
+        return kernel.helion.resolve(kernel, signatures[0], config, declared(kernel, signatures, target), target)
+    inner = {key: value for key, value in config.items() if "." in key}
+    return resolve(kernel, signatures, config, Config({**own_default(kernel), **inner}), target)
+
+
+def _all_fit(kernel: "Kernel", signatures: Signatures, config: Config, target: Target) -> bool:
+    """Whether a config that was tuned at other sizes is within the VMEM estimate of a kernel and of those that it calls."""
+    if kernel.helion is not None:
+        limit = min(kernel.vmem_limit_bytes or target.vmem_bytes, target.vmem_bytes)
+        return kernel.helion._vmem_bytes(kernel, signatures[0], config, target) <= limit
+    inner = kernel.calls(signatures)
+    return _fits(kernel, signatures, config, target) and all(
+        _all_fit(call.kernel, call.signatures, Config({**own_default(call.kernel), **config.within(call.kernel.name)}), target)
+        for call in inner
+    )
+
+
+def _declared(
+    kernel: "Kernel", signatures: Signatures, target: Target | None, inner: Callable[[Any, Signatures, Any], Config]
+) -> Config:
     if kernel.helion is not None:
         return kernel.helion.default(kernel, signatures[0], target)
     items = dict(own_default(kernel))
     for call in kernel.calls(signatures):
-        items.update(call.free(default(call.kernel, call.signatures, target)))
+        items.update(call.free(inner(call.kernel, call.signatures, target)))
     start = canonical(kernel, signatures, Config(items))
     problem = _problem(kernel, signatures, start, target)
     if problem is None and _fits(kernel, signatures, start, target):

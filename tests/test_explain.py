@@ -84,7 +84,7 @@ def test_rows_of_an_override_and_the_table(tpu: str) -> None:
     assert rows["aten::rms_norm", "rms_norm", "forward", ""].calls == 1
     assert rows["aten::rms_norm", "", "forward", reason].calls == 1
     head, *lines = str(tpukern.explain()).splitlines()
-    assert head.split() == ["op", "kernel", "direction", "calls", "device", "config", "reason"]
+    assert head.split() == ["op", "kernel", "direction", "calls", "device", "config", "origin", "reason"]
     assert lines[0].split() == ["aten::_fused_rms_norm", "rms_norm", "forward", "1", tpu, "block_r=8"]
     assert any(line.endswith(reason) for line in lines)
     assert "aten::mm: opt-in, not asked for" in lines

@@ -21,7 +21,7 @@ LAYERS = (
     ("tpukern.jax_adapter", "tpukern.torch_tpu_adapter", "tpukern.pjrt_cpu", "tpukern.helion_adapter", "tpukern.helion_host"),
     ("tpukern.emulated_attention", "tpukern.emulated_ops"),
     ("tpukern.device",),
-    ("tpukern.dsl", "tpukern.value_names"),
+    ("tpukern.dsl", "tpukern.value_names", "tpukern.autotune.recording", "tpukern.autotune.recalling"),
     ("tpukern.kernels",),
     ("tpukern.lowering", "tpukern.cache", "tpukern.compiling", "tpukern.worker", "tpukern.worker_pool"),
     (

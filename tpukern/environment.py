@@ -68,6 +68,28 @@ def cache_folder() -> pathlib.Path:
     return platformdirs.user_cache_path("tpukern", appauthor=False)
 
 
+def records_folder() -> pathlib.Path:
+    """Returns the folder of the user's tuned configs: ``TPUKERN_RECORDS_DIR``, or ``records`` in the cache folder."""
+    text = value("TPUKERN_RECORDS_DIR")
+    return pathlib.Path(text).expanduser() if text is not None else cache_folder() / "records"
+
+
+def records_used() -> tuple[str, ...]:
+    """Returns which tuned configs are looked up: ``TPUKERN_RECORDS``, ``all`` (or unset), ``user``, ``shipped`` or ``off``."""
+    kinds = {"all": ("user", "shipped"), "user": ("user",), "shipped": ("shipped",), "off": ()}
+    text = value("TPUKERN_RECORDS") or "all"
+    if text not in kinds:
+        found = f"TPUKERN_RECORDS={text!r}"
+        raise ConfigError("environment", found, f"one of {list(kinds)}", "Unset TPUKERN_RECORDS or mend it.")
+    return kinds[text]
+
+
+def compile_memory_bytes() -> int | None:
+    """Returns how much memory one compile worker may hold: ``TPUKERN_COMPILE_MEMORY_MIB`` MiB, or None: as much as there is."""
+    mebibytes = _number("TPUKERN_COMPILE_MEMORY_MIB", 0, 0)
+    return int(mebibytes * 1024 * 1024) or None
+
+
 def cache_limit_bytes() -> int:
     """Returns how many bytes the compile cache may hold: ``TPUKERN_CACHE_MIB`` MiB, or 256 MiB (about 100,000 results)."""
     return int(_number("TPUKERN_CACHE_MIB", 256, 0) * 1024 * 1024)

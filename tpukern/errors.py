@@ -79,6 +79,18 @@ class ParityError(TpukernError):
     stage = "parity"
 
 
+class RecordError(TpukernError):
+    """Records of tuned configs that cannot be written, read or merged."""
+
+    stage = "records"
+
+
+class TuneError(TpukernError):
+    """A search for a config that ends without one."""
+
+    stage = "tune"
+
+
 class DeviceError(TpukernError):
     """The ``tpu`` device cannot be had, or not in this order."""
 

@@ -9,7 +9,7 @@ from tpukern.registry import REGISTRY
 if TYPE_CHECKING:
     from tpukern.overriding import Active
 
-_HEADS = ("op", "kernel", "direction", "calls", "device", "config", "reason")
+_HEADS = ("op", "kernel", "direction", "calls", "device", "config", "origin", "reason")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class Row:
         device: "tpu", "emulated" or "cpu".
         config: The kernel's config.
         reason: Why it was not the kernel that ran.
+        origin: On a chip, where the config comes from: "given", "user record", "shipped record", "default"; a record of other
+            sizes is followed by those.
     """
 
     op: str
@@ -33,6 +35,7 @@ class Row:
     device: str
     config: str
     reason: str
+    origin: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +85,10 @@ def _rows() -> Iterator[Row]:
     for launcher in REGISTRY.launchers.values():
         kernel = launcher.kernel
         direction = "backward" if kernel.forward is not None else "forward"
-        for (op, device, config, reason), calls in launcher.counts().items():
+        for (op, device, config, origin, reason), calls in launcher.counts().items():
             served.add(op)
-            yield Row(op=op, kernel=kernel.name, direction=direction, calls=calls, device=device, config=config, reason=reason)
+            known = {"op": op, "kernel": kernel.name, "direction": direction, "device": device}
+            yield Row(**known, calls=calls, config=config, origin=origin, reason=reason)
     device = REGISTRY.device or ""
     totals: dict[tuple[str, str, str], int] = {}
     for active in _installed():

@@ -53,8 +53,8 @@ class Plan:
         return self.prepared.tally.calls
 
     @property
-    def row(self) -> tuple[str, str, str, str]:
-        return self.op, self.prepared.device, self.prepared.config, self.prepared.reason
+    def row(self) -> tuple[str, str, str, str, str]:
+        return self.op, self.prepared.device, self.prepared.config, self.prepared.origin, self.prepared.reason
 
 
 class Launch(NamedTuple):
@@ -88,7 +88,7 @@ class Launcher:
     def __init__(self, kernel: "Kernel", *, on_cpu: bool) -> None:
         self.kernel, self.on_cpu = kernel, on_cpu
         self.plans: dict[Any, Plan] = {}
-        self.forgotten: dict[tuple[str, str, str, str], int] = {}
+        self.forgotten: dict[tuple[str, str, str, str, str], int] = {}
         self._lock = threading.Lock()
         self._traits = _traits(len(kernel.declaration.inputs))
 
@@ -136,8 +136,8 @@ class Launcher:
             not self.on_cpu and bool(tensors) and all(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in tensors)
         )
 
-    def counts(self) -> dict[tuple[str, str, str, str], int]:
-        """Returns how often each (op, device, config, reason) was called."""
+    def counts(self) -> dict[tuple[str, str, str, str, str], int]:
+        """Returns how often each (op, device, config, origin, reason) was called."""
         with self._lock:
             found = dict(self.forgotten)
             for plan in self.plans.values():

@@ -69,6 +69,17 @@ class Request:
         return self.kernel.bind_signature(self.signature, config, target)
 
 
+def _origin(request: Request, target: Target | None) -> str:
+    """Says where the config for a chip comes from."""
+    if target is None:
+        return ""
+    given = "given" if request.config else ""
+    if request.kernel.is_tile and all(key in request.config for key in request.kernel.declaration.keys) and given:
+        return given
+    rest = request.kernel.config_origin(request.signature, target)
+    return f"{given}, rest: {rest}" if given else rest
+
+
 def _permutations(signature: "Signature", layouts: Layouts) -> tuple[tuple[int, ...] | None, ...]:
     names = [o.name for o in signature.outputs]
     for name, order in layouts.items():
@@ -112,6 +123,7 @@ class Prepared:
         tally: How often it ran.
         device: "tpu", "emulated" or "cpu".
         config: The config's text; empty where no kernel runs.
+        origin: For a chip, where the config comes from: "given", "user record", "shipped record of r=8192", "default".
         reason: Why no kernel runs, if none does.
         entry: What torch_tpu knows the kernel by: name, fingerprint, and tensors of the results' shapes.
     """
@@ -120,6 +132,7 @@ class Prepared:
     tally: Tally
     device: str
     config: str = ""
+    origin: str = ""
     reason: str = ""
     entry: tuple[str, str, list[torch.Tensor]] | None = None
 
@@ -277,7 +290,10 @@ def _on_device(request: Request, bound: "Bound", kind: str) -> Prepared:
     tally = Tally()
     call = entry.prepared(name, fingerprint, like, tally)
     run = call if physical.is_plain else _careful_run(call, physical)
-    return Prepared(run=run, tally=tally, device=kind, config=str(bound.config), entry=(name, fingerprint, like))
+    return Prepared(
+        run=run, tally=tally, device=kind, config=str(bound.config), origin=_origin(request, bound.target),
+        entry=(name, fingerprint, like),
+    )  # fmt: skip
 
 
 def _careful_run(call: Run, physical: Physical) -> Run:

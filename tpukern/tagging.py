@@ -5,6 +5,7 @@ import hashlib
 import pathlib
 
 from tpukern import device
+from tpukern.autotune import recalling
 from tpukern.registry import REGISTRY
 from tpukern.version import __version__
 
@@ -44,8 +45,9 @@ def _own_source() -> str:
 
 
 def fingerprint() -> str:
-    """Returns a digest of all kernels with an op, the overrides in force, the device and tpukern itself."""
+    """Returns a digest of all kernels with an op, the overrides in force, the device, its tuned configs and tpukern itself."""
     state = hashlib.sha256(f"{__version__} {device.kind()} {device.target()} {_own_source()}".encode())
+    state.update(recalling.state(device.target()).encode())
     for op, entry in sorted(REGISTRY.ops.items()):
         digest = REGISTRY.digests.get(op)
         if digest is None:
