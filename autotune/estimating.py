@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tpukern import cache as caching
 from tpukern import compiling, environment, jax_adapter, lowering, value_names, worker_pool
-from tpukern.autotune import bundles, chips, replay, roofline
+from tpukern.autotune import bundles, chips, rejecting, replay, roofline
 from tpukern.compiling import Job
 from tpukern.errors import CompileError, ConfigError, TpukernError, did_you_mean
 from tpukern.targets import Target
@@ -156,6 +156,7 @@ def estimate_many(
     timeout_s: float | None = None,
     use_cache: bool = True,
     on_result: Callable[[int, Estimate | TpukernError], None] | None = None,
+    pool: worker_pool.WorkerPool | None = None,
 ) -> list[Estimate | TpukernError]:
     """Predicts many kernels' times; each compiles in a worker process.
 
@@ -165,6 +166,7 @@ def estimate_many(
         timeout_s: How long one compile may take.
         use_cache: Whether results are looked up on disk; new ones are kept either way.
         on_result: Called with the place of a job and its result, as they come.
+        pool: Workers that give schedules, for many calls; None starts some for this one.
 
     Returns:
         For each job, in order, its estimate, or why there is none.
@@ -174,16 +176,12 @@ def estimate_many(
     """
     run = _Run(jobs, on_result)
     missing = run.look_up() if use_cache else list(range(len(jobs)))
-    if missing:
+    if missing and pool is not None:
+        run.through(pool, missing)
+    elif missing:
         size = min(workers or environment.compile_workers(), len(missing))
-        with worker_pool.WorkerPool(size, timeout_s or environment.compile_timeout_s(), schedules=True) as pool:
-            for index in missing:
-                while not pool.has_room:
-                    run.take(pool.collect())
-                if (task := run.task(index)) is not None:
-                    pool.submit(task)
-            while pool.pending:
-                run.take(pool.collect())
+        with worker_pool.WorkerPool(size, timeout_s or environment.compile_timeout_s(), schedules=True) as own:
+            run.through(own, missing)
     return [run.results[index] for index in range(len(jobs))]
 
 
@@ -208,9 +206,20 @@ class _Run:
                 self._finish(index, _from_json(self.jobs[index], known))
         return missing
 
+    def through(self, pool: worker_pool.WorkerPool, missing: Sequence[int]) -> None:
+        """Compiles what is missing; lowering and replaying here go on beside the workers."""
+        for index in missing:
+            while not pool.has_room:
+                self.take(pool.collect())
+            if (task := self.task(index)) is not None:
+                pool.submit(task)
+        while pool.pending:
+            self.take(pool.collect())
+
     def task(self, index: int) -> worker_pool.Task | None:
         job = self.jobs[index]
         try:
+            rejecting.check(job)
             lowered = job.lowered or lowering.lower(job.bound, job.target)
         except TpukernError as error:
             self._finish(index, error)
@@ -245,7 +254,7 @@ def _key(job: Job, around: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _own_digest() -> str:
-    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    files = [pathlib.Path(module.__file__ or "") for module in (bundles, chips, replay, roofline)] + [pathlib.Path(__file__)]
     return value_names.digest([hashlib.sha256(f.read_bytes()).hexdigest() for f in files])
 
 
@@ -282,6 +291,15 @@ def replayed(texts: Mapping[str, str], target: Target) -> tuple[replay.Run, ...]
     Raises:
         Unread: This libtpu was not tested, a schedule is missing, or one cannot be followed.
     """
+    return tuple(replay.run(schedule, chips.chip(target)) for schedule in schedules_in_order(texts))
+
+
+def schedules_in_order(texts: Mapping[str, str]) -> tuple[bundles.Schedule, ...]:
+    """Reads the schedule of every operation of a compiled program, in the program's order.
+
+    Raises:
+        Unread: This libtpu was not tested, a schedule is missing, or one cannot be read.
+    """
     version = compiling.libtpu_version()
     if version not in bundles.TESTED_LIBTPU:
         raise bundles.Unread(f"libtpu {version}; schedules of {', '.join(bundles.TESTED_LIBTPU)} can be read")
@@ -290,7 +308,7 @@ def replayed(texts: Mapping[str, str], target: Target) -> tuple[replay.Run, ...]
     names = bundles.operations(texts[_OUTER])
     if missing := [name for name in names if name not in texts]:
         raise bundles.Unread(f"libtpu wrote no schedule of {', '.join(missing)}")
-    return tuple(replay.run(bundles.read(name, texts[name]), chips.chip(target)) for name in names)
+    return tuple(bundles.read(name, texts[name]) for name in names)
 
 
 def _from_runs(

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final
 
 from tpukern.autotune.bundles import CORE_ID, DELAY_SLOTS, Name, Operand, Operation, Schedule, Symbol, Unread, signed
 from tpukern.autotune.chips import Chip
@@ -48,7 +48,6 @@ class Run:
     transfers: int
 
 
-@final
 class Memory:
     """HBM, the DMA engines and the flags that they count in.
 
