@@ -7,6 +7,7 @@ every survivor with how its results differ. "Refused" are mutants that do not ev
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import time
@@ -17,13 +18,26 @@ from typing import Any
 
 from tpukern import kernels
 from tpukern.cli.names import shipped
+from tpukern.testing.faults import Fault
+from tpukern.testing.judging import References
 from tpukern.testing.mutation import CAUGHT, EQUIVALENT, REFUSED, SURVIVED, Outcome, Report, faults, judge
 from tpukern.testing.verdict import EXAMPLES
 
 
 def one(name: str, place: int, limit: int | None, seed: int) -> Outcome:
     kernel = getattr(kernels, name)
-    return judge(kernel, faults(kernel, seed=seed, limit=limit)[place], seed=seed)
+    fault = _faults(name, limit, seed)[place]
+    return judge(kernel, fault, seed=seed, references=_references(name))
+
+
+@functools.cache
+def _faults(name: str, limit: int | None, seed: int) -> list[Fault]:
+    return faults(getattr(kernels, name), seed=seed, limit=limit)
+
+
+@functools.lru_cache(maxsize=1)
+def _references(name: str) -> References:
+    return References()
 
 
 def table(report: Report) -> list[str]:

@@ -23,6 +23,10 @@ def double(x: Ref = In("*r d"), y: Ref = Out("*r d"), *, r: Dim = Block(8, 16)) 
 @kernel(reference=reference, tolerance=1)
 def triple(x: Ref = In("*r d"), y: Ref = Out("*r d"), *, r: Dim = Block(8, 16)) -> None:
     y[...] = x[...] * 3
+
+@kernel(dtypes=("float32",))
+def bare(x: Ref = In("*r d"), y: Ref = Out("*r d"), *, r: Dim = Block(8, 16)) -> None:
+    y[...] = x[...] * 3
 """
 
 
@@ -43,7 +47,7 @@ def test_a_right_kernel(folder: Path) -> None:
     (verdict,) = json.loads(done.stdout)
     assert (verdict["kernel"], verdict["ok"], verdict["examples"], verdict["seed"]) == ("double", True, 5, 3)
     asked = {p["property"]: p["cases"] for p in verdict["properties"]}
-    assert asked["compiles"] == 4
+    assert asked["compiles"] == 6  # in either type the least size, a little over a block, and several
     assert asked["parity"] > 5
     assert [(w["output"], w["dtype"]) for w in verdict["worst"]] == [("y", "bfloat16"), ("y", "float32")]
     assert not (folder / ".tpukern").exists()
@@ -57,6 +61,26 @@ def test_a_wrong_kernel_and_the_memory_of_it(folder: Path) -> None:
     assert "from mine import triple as kernel" in done.stdout
     assert "triple is wrong: 5 examples, seed 0, " in done.stderr
     assert (folder / ".tpukern" / "regressions" / "triple.json").is_file()
+
+
+def test_a_kernel_without_reference_is_neither_right_nor_wrong(folder: Path) -> None:
+    words = ("verify", "mine.py:bare", "--examples", "1", "--property", "parity", "--property", "deterministic")
+    done = tpukern(folder, *words)
+    assert done.returncode == 1
+    first, last = done.stderr.strip().splitlines()[-2:]
+    assert first == (
+        "bare: it has no reference, so whether its results are right cannot be judged. "
+        "Give the decorator reference=: the same in plain torch."
+    )
+    assert last.startswith("bare is not judged: 1 examples, seed 0, ")
+    done = tpukern(folder, *words, "--json")
+    assert done.returncode == 1
+    (verdict,) = json.loads(done.stdout)
+    assert (verdict["ok"], verdict["unjudged"]) == (False, "it has no reference")
+    assert [(p["property"], p["cases"], p["skipped"]) for p in verdict["properties"]] == [
+        ("parity", 0, "it has no reference"),
+        ("deterministic", 1, None),
+    ]
 
 
 def test_words_that_mean_nothing(folder: Path) -> None:

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,13 +143,53 @@ def two_results(x: "Tensor", w: "Tensor") -> "tuple[Tensor, Tensor]":
         (no_package, "its reference needs the package 'surely_not_installed'. Run: pip install surely_not_installed"),
         (too_short, "its reference gives y of shape ("),
         (two_results, "its reference gives 2 results; expected 1: y"),
-        (None, "it has no reference; give the decorator reference=: the same in plain torch"),
     ],
 )
 def test_a_reference_that_is_of_no_use(reference: Any, found: str) -> None:
     verdict = parity(scaled(right, reference), stop_at_first=True, shrink=False, **FEW)
     assert len(verdict.findings) == 1
     assert found in verdict.findings[0].what
+
+
+def test_a_kernel_without_reference_is_asked_what_needs_none() -> None:
+    verdict = parity(scaled(right, None), **FEW)
+    assert (verdict.findings, verdict.ok, verdict.unjudged) == ((), False, "it has no reference")
+    asked = {r.property: (r.cases > 0, r.skipped) for r in verdict.results}
+    without = (False, "it has no reference")
+    assert asked == {
+        "parity": without, "configs_agree": without, "strides": without,
+        "written_everywhere": without, "deterministic": (True, ""), "batch_invariant": (True, ""), "arithmetic": (True, ""),
+        "semantics": (True, ""), "compiles": (False, "no target was named"),
+    }  # fmt: skip
+    with pytest.raises(ParityError) as caught:
+        verdict.check()
+    assert str(caught.value) == (
+        f"{verdict.kernel}[parity]: it has no reference; expected one, for its results to be judged by. "
+        "Give the decorator reference=: the same in plain torch."
+    )
+
+
+def test_what_needs_no_reference_is_found_without_one() -> None:
+    def half(x: Ref, w: Ref, y: Ref, r: Dim) -> None:
+        y[:4] = (x[:4].astype(F32) * w[...].astype(F32)).astype(y.dtype)
+
+    verdict = parity(scaled(half, None), **FEW)
+    assert {f.property for f in verdict.findings} == {"semantics"}
+    assert "depends on what uninitialised memory holds" in verdict.findings[0].what
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what is mapped from /proc")
+def test_no_device_library_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "from tpukern import kernels\nfrom tpukern.testing import parity\n"
+        "assert parity(kernels.rms_norm, properties=['strides'], directions=['forward'], shapes=1).ok\n"
+        "import os, sys\n"
+        "mapped = [n for n in ('libtpu', 'torch_tpu') if n in open('/proc/self/maps').read()]\n"
+        "print('torch' in sys.modules, mapped, os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "True [] None\n"), done.stderr
 
 
 def test_a_kernel_that_never_ends() -> None:

@@ -13,7 +13,7 @@ from tpukern.dsl import F32, Acc, Block, Config, Dim, In, Kernel, Out, Ref, Scra
 from tpukern.dsl.frozen import FrozenMapping
 from tpukern.kernels import flash_attention, linear, rms_norm
 from tpukern.targets import target
-from tpukern.testing import on_chip, programs, properties, strategies, strides
+from tpukern.testing import on_chip, programs, properties, reference, strategies, strides
 from tpukern.testing.findings import Finding
 from tpukern.testing.properties import Session
 from tpukern.testing.strategies import Case
@@ -264,6 +264,36 @@ def test_layouts_hold_what_they_should() -> None:
     repeated = strides.laid_out(array, "repeated")
     assert repeated.stride()[0] == 0
     assert np.array_equal(repeated.numpy()[1], array[0])
+
+
+def test_the_reference_is_asked_of_operands_not_of_cases() -> None:
+    """Of one case `strides` has several operands ("repeated" ones differ), configs have the same ones."""
+    session, case = Session(GOOD), edge(GOOD)
+    plan = programs.plan(GOOD, case.point)
+    operands = plan.operands(case)
+    told = session.references.of(plan, operands)
+    assert session.references.of(plan, [a.copy() for a in operands]) is told
+    configs = strategies.with_configs(GOOD, case.point, "largest", np.random.default_rng(0))
+    assert session.references.of(programs.plan(GOOD, configs), operands) is told
+    repeated = [reference.array(strides.laid_out(a, "repeated")) for a in operands]
+    other = session.references.of(plan, repeated)
+    assert other is not told
+    np.testing.assert_array_equal(other.exact["y"], np.square(repeated[0].astype(np.float64)))
+    assert session.references.of(programs.plan(GOOD, case.point, gradient=False), operands[:1]) is not told
+    assert properties.parity(session, case) is None
+    assert list(strides.strides(session, case)) == [None] * 4
+
+
+def test_a_torch_op_that_writes_to_its_input_is_judged_by_what_it_was_given() -> None:
+    def through(kernel: Kernel, plan: programs.Plan, tensors: Any) -> Any:
+        tensors[0].mul_(2)  # what follows is right for what is there now
+        return {"y": np.square(reference.array(tensors[0]))}
+
+    case = edge(GOOD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strides, "through_torch", through)
+        found = [f for f in strides.strides(Session(GOOD, ("forward",)), case) if f is not None]
+    assert any(f.what.startswith("inputs offset: y is off by ") for f in found)
 
 
 def test_a_program_that_does_not_end() -> None:

@@ -67,7 +67,12 @@ def show(output: Output, verdict: "Verdict") -> None:
     for w in verdict.wide:
         found = f"the bound of {w.bound:g} ULP for {w.dtype} is wide: {w.output} errs by {w.ulps:.3g}, and nothing by more"
         output.note(f"{verdict.kernel}: {found}; expected at most {WIDE:g} times that. Lower its tolerance.")
-    word = "right" if verdict.ok else "wrong"
+    if verdict.unjudged:
+        output.note(
+            f"{verdict.kernel}: {verdict.unjudged}, so whether its results are right cannot be judged. "
+            "Give the decorator reference=: the same in plain torch."
+        )
+    word = "right" if verdict.ok else "wrong" if verdict.findings else "not judged"
     output.note(f"{verdict.kernel} is {word}: {verdict.examples} examples, seed {verdict.seed}, {verdict.seconds:.0f} s.\n")
 
 

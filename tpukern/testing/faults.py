@@ -178,7 +178,7 @@ class _Finder:
         self.source, self.where, self.direction = source, where, direction
         self.found: list[Fault] = []
         self.operands: dict[str, ast.Call] = {}
-        self.dims: set[str] = set()
+        self.refs: set[str] = set()  # what a store can go to
 
     def all(self, statement: ast.stmt) -> list[Fault]:
         if isinstance(statement, ast.FunctionDef):
@@ -205,7 +205,8 @@ class _Finder:
         positional = [*a.posonlyargs, *a.args]
         defaults = zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)
         self.operands = {p.arg: d for p, d in defaults if isinstance(d, ast.Call)}
-        self.dims = {p.arg for p in a.kwonlyargs if p.annotation is not None and "Dim" in self.source.text(p.annotation)}
+        inner = [f.args for f in ast.walk(function) if isinstance(f, ast.FunctionDef)]
+        self.refs = {p.arg for args in inner for p in (*args.posonlyargs, *args.args)}
         for name, call in self.operands.items():
             role = _last_name(call.func)
             if role == "Acc":
@@ -259,12 +260,12 @@ class _Finder:
 
     def sequence(self, body: list[ast.stmt]) -> None:
         for first, second in itertools.pairwise(body):
-            if _stored(first) & self.operands.keys() & _loaded(second):
+            if _stored(first) & self.refs & _loaded(second):
                 texts = [self.source.text(s) for s in (first, second)]
                 what = f"{_short(texts[1])} comes before {_short(texts[0])}"
                 self.add("read before write", first, texts[1], self.source.edit(second, texts[0]), what=what)
         for statement in body:
-            stored = _stored(statement) & self.operands.keys()
+            stored = _stored(statement) & self.refs
             text = self.source.text(statement)
             if stored and isinstance(statement, ast.Assign | ast.AugAssign):
                 self.add("dropped write", statement, "pass")

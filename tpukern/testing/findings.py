@@ -122,6 +122,7 @@ class Verdict:
         examples: Inputs drawn.
         seed: What everything was drawn from.
         seconds: Wall time.
+        unjudged: Why its results could not be judged; empty if they were.
     """
 
     kernel: str
@@ -130,6 +131,7 @@ class Verdict:
     examples: int
     seed: int
     seconds: float
+    unjudged: str = ""
 
     @builtins.property
     def findings(self) -> tuple[Finding, ...]:
@@ -138,8 +140,8 @@ class Verdict:
 
     @builtins.property
     def ok(self) -> bool:
-        """Whether the kernel is right, as far as was looked."""
-        return not self.findings
+        """Whether the kernel is right, as far as was looked; False if its results could not be judged."""
+        return not self.findings and not self.unjudged
 
     @builtins.property
     def wide(self) -> tuple[Worst, ...]:
@@ -158,17 +160,21 @@ class Verdict:
         """Raises the first finding.
 
         Raises:
-            ParityError: There is one.
+            ParityError: There is one, or the kernel's results could not be judged.
         """
         for finding in self.findings:
             do = f"Reproduce it:\n\n{finding.script}" if finding.script else ""
             raise ParityError(self.kernel, str(finding).rstrip("."), do=do)
+        if self.unjudged:
+            do = "Give the decorator reference=: the same in plain torch."
+            raise ParityError(self.kernel, self.unjudged, "one, for its results to be judged by", do)
 
     def json(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
         return {
             "kernel": self.kernel,
             "ok": self.ok,
+            "unjudged": self.unjudged or None,
             "examples": self.examples,
             "seed": self.seed,
             "seconds": round(self.seconds, 2),

@@ -23,6 +23,7 @@ Five rules beyond the error metric (`ulp`), so that only the kernel's faults cou
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ _NOTABLE: Final = 0.25  # ULPs
 _SHARE: Final = 1 / 8
 _STANDINS: Final = (0.75, -1.25, 1e4, -1e4)
 _LARGEST: Final = float(np.finfo(np.float32).max)
+_KEPT: Final = 64  # inputs, the last ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,20 +76,19 @@ def reduction(plan: Plan, o: Operand) -> int:
     return max([summed, *whole])
 
 
-class Oracle:
-    """What one input of a program should give; each part is computed when it is first asked for.
+class Told:
+    """What the reference says of one input; each part is computed when it is first asked for.
 
     Args:
-        plan: What the program computes.
+        plan: What is computed.
         operands: Inputs, then cotangents.
-        program: The kernel itself, to see how its gradient moves with the last bits of what its outputs hand on.
 
     Raises:
         ParityError: The reference cannot tell.
     """
 
-    def __init__(self, plan: Plan, operands: Sequence[np.ndarray], program: Program | None = None) -> None:
-        self.plan, self.operands, self.program = plan, list(operands), program
+    def __init__(self, plan: Plan, operands: Sequence[np.ndarray]) -> None:
+        self.plan, self.operands = plan, list(operands)
         self.finite = all(_finite(a) for a in self.operands)
         self._sensitivities: dict[int, Arrays] = {}
 
@@ -139,6 +140,41 @@ class Oracle:
             self._sensitivities[trials] = reference.sensitivity(self.evaluate, start, seed, trials=trials)
         return self._sensitivities[trials][name]
 
+
+class References:
+    """What a reference has said so far: it is asked once of an input, whatever the configs, and whatever of the kernel's
+    mutants is judged by it.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[Any, Told] = {}
+
+    def of(self, plan: Plan, operands: Sequence[np.ndarray]) -> Told:
+        """Returns what it says of an input: of these bytes, wherever they come from."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in operands:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        key = (plan.signature, plan.names, digest.digest())
+        if key not in self._told:
+            if len(self._told) >= _KEPT:
+                del self._told[next(iter(self._told))]
+            self._told[key] = Told(plan, operands)
+        return self._told[key]
+
+
+class Oracle:
+    """What one input of a program should give.
+
+    Args:
+        plan: What the program computes.
+        told: What the reference says of the input.
+        program: The kernel itself, to see how its gradient moves with the last bits of what its outputs hand on.
+    """
+
+    def __init__(self, plan: Plan, told: Told, program: Program | None = None) -> None:
+        self.plan, self.told, self.program = plan, told, program
+        self.operands, self.finite = told.operands, told.finite
+
     @functools.cached_property
     def amplification(self) -> float:
         """The product of the operands' largest magnitudes: those of forward results that the gradient takes among them.
@@ -146,7 +182,7 @@ class Oracle:
         What the reference does not give of these (saved statistics) is taken from the kernel's own run.
         """
         names = [o.name for o in self.plan.handed_on]
-        given: Arrays = self.exact
+        given: Arrays = self.told.exact
         if self.program is not None and not set(names) <= set(given):
             given = {**self.program.run(self.operands), **given}
         return ulp.amplification([*self.operands, *(given[name] for name in names if name in given)])
@@ -166,11 +202,11 @@ class Oracle:
         Returns:
             The worst element; None if the reference does not give this result.
         """
-        if o.name not in self.exact:
+        if o.name not in self.told.exact:
             return None
         if got.size == 0:
             return ulp.Error(ulps=0.0)
-        want = self.exact[o.name] if self.finite else self._where_right(o, got)
+        want = self.told.exact[o.name] if self.finite else self._where_right(o, got)
         errors = self._errors(o, got, want, _QUICK)
         if errors.max() > min(bound, max(worst_yet, _NOTABLE)):
             errors = self._errors(o, got, want, _THOROUGH)
@@ -202,9 +238,9 @@ class Oracle:
         return {name: np.sqrt(t / _NUDGES) for name, t in total.items()}
 
     def _errors(self, o: Operand, got: np.ndarray, want: np.ndarray, trials: int, handed_on: Any = 0.0) -> np.ndarray:
-        moved = np.maximum(self.sensitivity(o.name, _QUICK), handed_on)
+        moved = np.maximum(self.told.sensitivity(o.name, _QUICK), handed_on)
         if trials != _QUICK:
-            moved = np.maximum(moved, self.sensitivity(o.name, trials))
+            moved = np.maximum(moved, self.told.sensitivity(o.name, trials))
         moved = np.maximum(moved, _typical(np.maximum(moved, np.abs(want))) * _SHARE)
         errors, _ = ulp.per_element(
             got, want, reduction=reduction(self.plan, o), sensitivity=moved, amplified=self.amplification
@@ -216,13 +252,13 @@ class Oracle:
         excused = np.zeros(got.shape, bool)
         if self.amplification * reduction(self.plan, o) >= _LARGEST:
             excused |= ~np.isfinite(got.astype(np.float64))
-        single = self.single.get(o.name)
+        single = self.told.single.get(o.name)
         if single is not None and self.finite:
             errors, _ = ulp.per_element(
                 single,
                 want,
                 reduction=reduction(self.plan, o),
-                sensitivity=self.sensitivity(o.name, _THOROUGH),
+                sensitivity=self.told.sensitivity(o.name, _THOROUGH),
                 amplified=self.amplification,
             )
             scale = float(np.finfo(np.float32).eps) / float(ulp.ml_dtypes.finfo(got.dtype).eps)
@@ -231,7 +267,7 @@ class Oracle:
 
     def _where_right(self, o: Operand, got: np.ndarray) -> np.ndarray:
         """Returns what is wanted when operands are NaN or Inf: `got` itself wherever the rules allow it."""
-        want, standins = self.exact[o.name], [r[o.name] for r in self.replaced]
+        want, standins = self.told.exact[o.name], [r[o.name] for r in self.told.replaced]
         moves = np.zeros(want.shape, bool)
         with np.errstate(all="ignore"):
             for other in (*standins[1:], np.where(np.isnan(want), standins[0], want)):  # Inf moves what no finite number may

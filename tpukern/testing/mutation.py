@@ -22,13 +22,14 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from tpukern.dsl import Kernel
 from tpukern.errors import ConfigError
-from tpukern.testing import programs, strategies
+from tpukern.testing import jaxprs, programs, strategies
 from tpukern.testing.faults import Fault, Source, source_faults
 from tpukern.testing.findings import Finding
-from tpukern.testing.judging import Oracle, bounds
+from tpukern.testing.judging import Oracle, References, Told, bounds
 from tpukern.testing.properties import CHIP
 from tpukern.testing.strategies import Case, Point
 from tpukern.testing.traced_faults import traced_faults, with_fault
@@ -36,6 +37,7 @@ from tpukern.testing.verdict import EXAMPLES, parity
 
 CAUGHT, REFUSED, EQUIVALENT, SURVIVED = "caught", "refused", "equivalent", "survived"
 _KEPT: Final = 32  # mutants whose programs JAX may keep
+_SEEDS: Final = 4  # of the runs whose points tell whether a mutant is equivalent
 _NUMBERS: Final = itertools.count()
 _PLACES: Final = re.compile(r"(?:at )?[^\s=\[\]()]*\.py:\d+(?::\d+)?")
 
@@ -48,7 +50,7 @@ class Outcome:
         kernel: The kernel.
         fault: What was done to it.
         state: `caught`; `refused` (it does not trace, or the declaration is not taken); `equivalent` (the same program as the
-            kernel's); `survived`.
+            kernel's, wherever they were compared); `survived`.
         property: Which property caught or refused it.
         what: What was found; of a survivor, how its results differ.
         seconds: Wall time.
@@ -174,6 +176,7 @@ def mutant(kernel: Kernel, fault: Fault) -> Kernel:
     spec.loader.exec_module(module)
     made = getattr(module, kernel.fn.__name__)
     assert isinstance(made, Kernel)
+    made.reference = kernel.reference  # which may share constants with the kernel
     return made
 
 
@@ -186,7 +189,15 @@ def forget(kernel: Kernel) -> None:
         jax.clear_caches()
 
 
-def judge(kernel: Kernel, fault: Fault, *, seed: int = 0, examples: int = EXAMPLES, timeout: float = 60.0) -> Outcome:
+def judge(
+    kernel: Kernel,
+    fault: Fault,
+    *,
+    seed: int = 0,
+    examples: int = EXAMPLES,
+    timeout: float = 60.0,
+    references: References | None = None,
+) -> Outcome:
     """Makes one mutant and asks for the verdict on it.
 
     Args:
@@ -195,6 +206,7 @@ def judge(kernel: Kernel, fault: Fault, *, seed: int = 0, examples: int = EXAMPL
         seed: Of the verdict.
         examples: Of the verdict.
         timeout: Seconds that one run of the mutant may take.
+        references: What the kernel's reference has said for other mutants.
     """
     began = time.monotonic()
 
@@ -208,9 +220,10 @@ def judge(kernel: Kernel, fault: Fault, *, seed: int = 0, examples: int = EXAMPL
         return outcome(REFUSED, "declaration", f"{type(error).__name__}: {error}")
     try:
         if _same_programs(kernel, faulty, seed):
-            return outcome(EQUIVALENT, what="the same program")
+            return outcome(EQUIVALENT, what=f"the same program at {len(_many_points(kernel, seed))} points")
         verdict = parity(
-            faulty, seed=seed, examples=examples, stop_at_first=True, shrink=False, scripts=False, timeout=timeout
+            faulty, seed=seed, examples=examples, stop_at_first=True, shrink=False, scripts=False, timeout=timeout,
+            references=references,
         )  # fmt: skip
         if verdict.findings:
             found = verdict.findings[0]
@@ -227,24 +240,41 @@ def _refused(found: Finding) -> bool:
 
 
 def _points(kernel: Kernel, seed: int) -> list[Point]:
+    """Returns the points of a verdict."""
     return [*strategies.rich(kernel, seed), *strategies.just_above(kernel, seed), *strategies.points(kernel, 5, seed)]
 
 
+@functools.lru_cache(maxsize=8)
+def _many_points(kernel: Kernel, seed: int) -> tuple[Point, ...]:
+    """Returns the points of several verdicts: what one of them does not reach is not equivalent for that."""
+    other = [p for n in range(1, _SEEDS) for p in strategies.points(kernel, 8, seed + n)]
+    return tuple(dict.fromkeys((*_points(kernel, seed), *other)))
+
+
 def _same_programs(kernel: Kernel, other: Kernel, seed: int) -> bool:
-    """Whether both are traced to the same programs, in both directions, at every point of a run."""
-    return all(_known_program(kernel, point) == _program(other, point) for point in _points(kernel, seed))
+    """Whether both are traced to the same programs, in both directions, at every point of several runs."""
+    return all(_known_program(kernel, point) == _program(other, point) for point in _many_points(kernel, seed))
 
 
 def _program(kernel: Kernel, point: Point) -> str:
     try:
         plan = programs.plan(kernel, point)
-        closed = jax.make_jaxpr(plan.function())(*plan.specs)
+        return _text(jax.make_jaxpr(plan.function())(*plan.specs))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return _PLACES.sub("", str(closed))
+        return _PLACES.sub("", f"{type(error).__name__}: {error}")
 
 
-@functools.lru_cache(maxsize=64)
+def _text(closed: core.ClosedJaxpr) -> str:
+    """Returns all of a program: JAX prints neither index maps nor constants."""
+    parts, consts = [_PLACES.sub("", str(closed))], [*closed.consts]
+    for eqn in jaxprs.equations(closed.jaxpr):
+        if eqn.primitive.name == "pallas_call":
+            parts += [str(block.index_map_jaxpr) for block in eqn.params["grid_mapping"].block_mappings]
+        consts += [c for value in eqn.params.values() if isinstance(value, core.ClosedJaxpr) for c in value.consts]
+    return "\n".join([*parts, *(f"{c!r} {np.asarray(c).tobytes().hex()}" for c in consts)])
+
+
+@functools.lru_cache(maxsize=256)
 def _known_program(kernel: Kernel, point: Point) -> str:
     return _program(kernel, point)
 
@@ -258,7 +288,8 @@ def difference(kernel: Kernel, other: Kernel, seed: int) -> str:
         programs_of = [programs.Program(programs.plan(k, point), CHIP) for k in (kernel, other)]
         operands = programs_of[0].plan.operands(case)
         mine, others = (program.run(operands) for program in programs_of)
-        oracle, promised = Oracle(programs_of[0].plan, operands, programs_of[0]), bounds(kernel)
+        told, promised = Told(programs_of[0].plan, operands), bounds(kernel)
+        oracle = Oracle(told.plan, told, programs_of[0])
         backward = programs_of[0].plan.backward
         for o in (*programs_of[0].plan.signature.outputs, *(backward.outputs if backward else ())):
             compared += 1
@@ -276,8 +307,9 @@ def difference(kernel: Kernel, other: Kernel, seed: int) -> str:
 
 def judged(kernel: Kernel, chosen: Sequence[Fault], *, seed: int, examples: int = EXAMPLES) -> Iterator[Outcome]:
     """Yields the outcome of each fault."""
+    references = References()
     for fault in chosen:
-        yield judge(kernel, fault, seed=seed, examples=examples)
+        yield judge(kernel, fault, seed=seed, examples=examples, references=references)
 
 
 def mutate(

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax.extend import core
 
+from tpukern import environment
 from tpukern.dsl import Kernel, Operand, Signature, using
 from tpukern.errors import ParityError
 from tpukern.targets import Target
@@ -224,6 +227,10 @@ class Programs:
 @contextlib.contextmanager
 def one_torch_thread() -> Any:
     """Keeps torch to one thread: beside XLA's threads more of them are slower, by far."""
+    if "torch" not in sys.modules:  # who imported it has decided whether torch_tpu comes with it; a verdict needs no device
+        name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+        with environment.changed({name: environment.value(name) or "0"}):
+            importlib.import_module("torch")
     import torch
 
     before = torch.get_num_threads()

@@ -13,7 +13,7 @@ from tpukern.errors import LowerError, ParityError, SignatureError, TpukernError
 from tpukern.targets import target as target_named
 from tpukern.testing import judging, programs, reference, strategies
 from tpukern.testing.findings import Finding, Worst
-from tpukern.testing.judging import Oracle
+from tpukern.testing.judging import Oracle, References
 from tpukern.testing.programs import Plan, Program, Programs
 from tpukern.testing.strategies import Case
 
@@ -28,6 +28,7 @@ class Session:
         kernel: A forward kernel.
         directions: Which of `forward` and `backward` are asked about.
         timeout: Seconds that one run of a program, or one simulation, may take.
+        references: What its reference has said already.
 
     Attributes:
         bounds: What the kernel promises.
@@ -35,8 +36,14 @@ class Session:
         worst: The largest errors so far, by result and element type.
     """
 
-    def __init__(self, kernel: Kernel, directions: Sequence[str] = ("forward", "backward"), timeout: float = 60.0) -> None:
-        self.kernel, self.timeout = kernel, timeout
+    def __init__(
+        self,
+        kernel: Kernel,
+        directions: Sequence[str] = ("forward", "backward"),
+        timeout: float = 60.0,
+        references: References | None = None,
+    ) -> None:
+        self.kernel, self.timeout, self.references = kernel, timeout, references or References()
         self.directions = tuple(d for d in directions if d in kernel.directions)
         self.bounds = judging.bounds(kernel)
         self.gradient = "backward" in self.directions
@@ -119,8 +126,10 @@ def judged(
     name: str,
     program: Program | None = None,
 ) -> Finding | None:
-    """Returns the worst result that is beyond its bound, and notes the errors of all."""
-    oracle, found = Oracle(plan, operands, program), None
+    """Returns the worst result that is beyond its bound, and notes the errors of all; nothing if there is no reference."""
+    if session.kernel.reference is None:
+        return None
+    oracle, found = Oracle(plan, session.references.of(plan, operands), program), None
     for o in session.results_of(plan):
         if o.name not in results:
             continue
@@ -149,12 +158,13 @@ def judged(
 def native(session: Session, case: Case) -> None:
     """Notes how far ATen is off, in the operands' own dtype, on a case of finite values."""
     program = session.programs[case.point]
-    oracle = Oracle(program.plan, program.plan.operands(case))
-    if not oracle.finite:
+    told = session.references.of(program.plan, program.plan.operands(case))
+    oracle = Oracle(program.plan, told)
+    if not told.finite:
         return
     for o in session.results_of(program.plan):
         key = (o.name, case.point.dtype)
-        got, known = oracle.native.get(o.name), session.worst.get(key)
+        got, known = told.native.get(o.name), session.worst.get(key)
         if got is None or known is None or got.size == 0 or got.dtype.name != o.dtype:
             continue
         error = oracle.judge(o, got, session.bounds.of(o), known.native or 0.0)
@@ -187,9 +197,9 @@ def finite_difference(session: Session, case: Case) -> Finding | None:
     nothing is said.
     """
     plan = programs.plan(session.kernel, case.point)
-    oracle = Oracle(plan, plan.operands(case))
+    told = session.references.of(plan, plan.operands(case))
     count, rng = len(plan.signature.inputs), np.random.default_rng([case.seed, 11])
-    inputs = [a.astype(np.float64) if judging.floating(a) else a for a in oracle.operands[:count]]
+    inputs = [a.astype(np.float64) if judging.floating(a) else a for a in told.operands[:count]]
     wanted = {o.name[1:] for o in plan.backward.outputs} if plan.backward else set()
     names = [o.name for o in plan.signature.inputs]
     along = [rng.standard_normal(a.shape) if n in wanted else None for n, a in zip(names, inputs, strict=True)]
@@ -197,11 +207,11 @@ def finite_difference(session: Session, case: Case) -> Finding | None:
     def loss(step: float) -> float:
         at = [a if v is None else a + step * v for a, v in zip(inputs, along, strict=True)]
         outputs = reference.outputs(session.kernel, plan.signature, at)
-        pairs = zip(plan.cotangents, oracle.operands[count:], strict=True)
+        pairs = zip(plan.cotangents, told.operands[count:], strict=True)
         return float(sum(np.sum(outputs[name] * dy.astype(np.float64)) for name, dy in pairs if name in outputs))
 
-    parts = [np.sum(oracle.exact[f"d{n}"] * v) for n, v in zip(names, along, strict=True) if v is not None]
-    sizes = [np.sum((oracle.exact[f"d{n}"] * v) ** 2) for n, v in zip(names, along, strict=True) if v is not None]
+    parts = [np.sum(told.exact[f"d{n}"] * v) for n, v in zip(names, along, strict=True) if v is not None]
+    sizes = [np.sum((told.exact[f"d{n}"] * v) ** 2) for n, v in zip(names, along, strict=True) if v is not None]
     slope, scale = float(sum(parts)), float(np.sqrt(sum(sizes))) + 1e-30
     wide, narrow = ((loss(h) - loss(-h)) / (2 * h) for h in _STEPS)
     if abs(wide - narrow) > 1e-3 * scale or abs(narrow - slope) <= 1e-2 * scale:

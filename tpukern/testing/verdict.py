@@ -22,6 +22,7 @@ from tpukern.targets import target as target_named
 from tpukern.testing import on_chip, repro, shrinking, strategies, strides
 from tpukern.testing import properties as ask
 from tpukern.testing.findings import PROPERTIES, Finding, Result, Verdict
+from tpukern.testing.judging import References
 from tpukern.testing.programs import one_torch_thread
 from tpukern.testing.properties import Session
 from tpukern.testing.strategies import Case, Point
@@ -29,6 +30,8 @@ from tpukern.testing.strategies import Case, Point
 EXAMPLES: Final = 80
 _DRAWN: Final = ("parity", "finite_difference")  # what the drawn examples are asked
 _NATIVE_CASES: Final = 12
+_NEED_A_REFERENCE: Final = ("parity", "finite_difference", "configs_agree", "strides", "written_everywhere")
+_NO_REFERENCE: Final = "it has no reference"
 
 
 def parity(
@@ -45,11 +48,13 @@ def parity(
     store: Path | None = None,
     shapes: int | None = None,
     timeout: float = 60.0,
+    references: References | None = None,
 ) -> Verdict:
     """Judges a kernel.
 
     Args:
-        kernel: A kernel with a reference; for a gradient, its forward kernel is judged, in the direction `backward`.
+        kernel: For a gradient, its forward kernel is judged, in the direction `backward`. Without a reference, only what
+            needs none is asked, and the verdict says that the kernel's results cannot be judged.
         examples: How many inputs are drawn. Time grows linearly with it.
         seed: The same seed gives the same inputs.
         targets: Chips to compile for; none leaves `compiles` out.
@@ -61,6 +66,7 @@ def parity(
         store: Folder of inputs that failed before: they are tried first, and new ones are added. None: there is none.
         shapes: How many shapes of each element type to compile; None derives it from `examples`.
         timeout: Seconds that one run may take.
+        references: What the kernel's reference has said in other runs: it is not asked again.
 
     Returns:
         The verdict. Nothing is raised for what the kernel does wrong.
@@ -72,7 +78,7 @@ def parity(
         kernel, directions = kernel.forward, ("backward",)
     _check(kernel, PROPERTIES if properties is None else properties, directions)
     run = _Run(
-        session=Session(kernel, directions, timeout),
+        session=Session(kernel, directions, timeout, references),
         asked=tuple(PROPERTIES if properties is None else properties),
         examples=examples,
         seed=seed,
@@ -132,6 +138,9 @@ class _Run:
     # --- bookkeeping
 
     def wants(self, name: str) -> bool:
+        if name in _NEED_A_REFERENCE and self.session.kernel.reference is None:
+            self.skipped[name] = _NO_REFERENCE
+            return False
         return name in self.asked and any(d in PROPERTIES[name] for d in self.session.directions)
 
     def note(self, name: str, found: Finding | None, *, shrinkable: bool = False) -> None:
@@ -180,7 +189,7 @@ class _Run:
         worst = sorted(self.session.worst.values(), key=lambda w: (w.direction != "forward", w.output, w.dtype))
         return Verdict(
             kernel=self.session.kernel.name, results=tuple(results), worst=tuple(worst), examples=self.examples,
-            seed=self.seed, seconds=seconds,
+            seed=self.seed, seconds=seconds, unjudged=_NO_REFERENCE if self.session.kernel.reference is None else "",
         )  # fmt: skip
 
     # --- the stages
@@ -188,10 +197,6 @@ class _Run:
     def all(self, shapes: int) -> None:
         """Asks everything, what finds most soonest first."""
         kernel = self.session.kernel
-        if kernel.reference is None:
-            what = "it has no reference; give the decorator reference=: the same in plain torch"
-            self.note("parity", Finding(property="parity", direction=self.session.directions[0], what=what))
-            return
         try:
             points = strategies.points(kernel, shapes, self.seed)
             rich = strategies.rich(kernel, self.seed)
@@ -217,7 +222,7 @@ class _Run:
         self.draw(points)
         self.configs(rich)
         self.strided(edge)
-        self.compile(rich, edge)
+        self.compile([*strategies.least(kernel, self.seed), *edge, *rich])
 
     def may_hang(self, point: Point) -> bool:
         try:
@@ -226,7 +231,7 @@ class _Run:
             return False
 
     def replay(self) -> None:
-        for case in repro.kept(self.store, self.session.kernel) if self.store is not None else ():
+        for case in repro.kept(self.store, self.session.kernel) if self.store is not None and self.wants("parity") else ():
             self.note("parity", ask.parity(self.session, case), shrinkable=True)
 
     def values(self, cases: Sequence[Case]) -> None:
@@ -317,9 +322,9 @@ class _Run:
         for found in strides.strides(self.session, Case(point=point, seed=self.seed)):
             self.note("strides", found)
 
-    def compile(self, rich: Sequence[Point], edge: Sequence[Point]) -> None:
+    def compile(self, borders: Sequence[Point]) -> None:
         if not self.targets:
             self.skipped["compiles"] = "no target was named"
         elif self.wants("compiles"):
-            for found in on_chip.compiles(self.session, [*rich, *edge], self.targets):
+            for found in on_chip.compiles(self.session, borders, self.targets):
                 self.note("compiles", found)
