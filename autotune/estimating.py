@@ -132,14 +132,19 @@ def estimate(
     if workload is None:
         bound = kernel.bind(*args, config=config, target=chip, **keywords)
     else:
-        bound = _of_workload(kernel, workload, direction, {**(config or {}), **keywords}, chip)
+        bound = of_workload(kernel, workload, direction, {**(config or {}), **keywords}, chip)
     (found,) = estimate_many([Job(bound=bound, target=chip, direction=direction, workload=workload)])
     if isinstance(found, TpukernError):
         raise found
     return found
 
 
-def _of_workload(kernel: Any, name: str, direction: str, config: Mapping[str, Any], target: Target) -> Any:
+def of_workload(kernel: Any, name: str, direction: str, config: Mapping[str, Any], target: Target) -> Any:
+    """Returns a kernel bound to one of its workloads.
+
+    Raises:
+        ConfigError: No such workload, direction or config.
+    """
     workloads = {w.name: w for w in kernel.workloads}
     if name not in workloads:
         raise ConfigError(kernel.name, f"no workload {name!r}", f"one of {list(workloads)}", did_you_mean(name, workloads))
@@ -251,6 +256,16 @@ def _key(job: Job, around: Mapping[str, Any]) -> dict[str, Any] | None:
     except value_names.Unkeyable:
         return None
     return key | {"estimate": _own_digest()}
+
+
+def key_of(job: Job) -> dict[str, Any] | None:
+    """Returns what a job's estimate depends on, as JSON; None if it cannot be kept."""
+    return _key(job, compiling.surroundings({}))
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that estimates depend on."""
+    return {"libtpu": compiling.libtpu_version(), **jax_adapter.versions()}
 
 
 def _own_digest() -> str:
@@ -390,5 +405,5 @@ def _estimate(
         vmem_limit_bytes=max(limits, default=job.target.scoped_vmem_bytes),
         parts=parts,
         gaps=gaps,
-        versions={"libtpu": compiling.libtpu_version(), **jax_adapter.versions()},
+        versions=versions(),
     )

@@ -14,14 +14,17 @@ from tpukern.errors import (
     LowerError,
     OverrideError,
     ParityError,
+    RecordError,
     SignatureError,
     TpukernError,
+    TuneError,
 )
 from tpukern.targets import TARGETS, Target, target
 from tpukern.version import __version__
 
 if TYPE_CHECKING:
     from tpukern.autotune.estimating import Estimate, estimate
+    from tpukern.autotune.tuning import Tuned, tune
     from tpukern.compiling import Compiled, compile
     from tpukern.device import device_kind
     from tpukern.dispatch import disable, enable
@@ -75,6 +78,8 @@ _EXPORTS = {
     "explain": "tpukern.explanation",
     "Estimate": "tpukern.autotune.estimating",
     "estimate": "tpukern.autotune.estimating",
+    "Tuned": "tpukern.autotune.tuning",
+    "tune": "tpukern.autotune.tuning",
 }
 
 __all__ = [
@@ -98,12 +103,15 @@ __all__ = [
     "OverrideError",
     "ParityError",
     "Prefetch",
+    "RecordError",
     "Ref",
     "Scalar",
     "Scratch",
     "SignatureError",
     "Target",
     "TpukernError",
+    "TuneError",
+    "Tuned",
     "Workload",
     "__version__",
     "compile",
@@ -117,6 +125,7 @@ __all__ = [
     "lower",
     "target",
     "to_helion_config",
+    "tune",
 ]
 
 

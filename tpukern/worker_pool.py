@@ -25,10 +25,12 @@ from typing import Any
 
 from tpukern import environment
 from tpukern.errors import CompileError
+from tpukern.targets import MIB
 
 _START_S = 120.0  # importing JAX takes 1 s on an idle machine
 _STDERR_TAIL = 4096  # bytes kept for the report of a crash
 _PIPE_BYTES = 65_536
+_LOOK_EVERY_S = 0.2  # at what the workers hold, if that is bounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,13 +141,16 @@ class WorkerPool:
         size: How many workers run at once.
         timeout_s: How long one compile may take; its worker is killed then.
         schedules: Whether replies carry the compiler's schedules.
+        memory_bytes: How much memory a worker may hold; it is killed beyond that. None: as much as there is.
 
     Raises:
         CompileError: No worker could be started at all.
     """
 
-    def __init__(self, size: int, timeout_s: float, *, schedules: bool = False) -> None:
-        self.size, self.timeout_s, self.schedules = size, timeout_s, schedules
+    def __init__(
+        self, size: int, timeout_s: float, *, schedules: bool = False, memory_bytes: int | None = None
+    ) -> None:
+        self.size, self.timeout_s, self.schedules, self.memory_bytes = size, timeout_s, schedules, memory_bytes
         self._workers: list[_Worker] = []
         self._waiting: collections.deque[Task] = collections.deque()
         self._outcomes: collections.deque[Outcome] = collections.deque()
@@ -203,6 +208,8 @@ class WorkerPool:
         if wait_s is None:
             deadlines = [w.deadline for w in self._workers if not w.idle]
             wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
+            if self.memory_bytes is not None:
+                wait_s = min(wait_s, _LOOK_EVERY_S)
         for key, _ in self._selector.select(wait_s):
             worker, stream = key.data
             if worker not in self._workers:  # lost a moment ago
@@ -215,7 +222,15 @@ class WorkerPool:
         for worker in [w for w in self._workers if not w.idle and now > w.deadline]:
             what = f"no result after {self.timeout_s:g} s" if worker.ready else f"not started after {_START_S:g} s"
             self._lose(worker, f"{what}, and killed")
+        self._bound_memory()
         self._feed()
+
+    def _bound_memory(self) -> None:
+        for worker in [w for w in self._workers if self.memory_bytes is not None and w.task is not None]:
+            held = _resident_bytes(worker.process.pid)
+            if self.memory_bytes is not None and held > self.memory_bytes:
+                what = f"{held / MIB:,.0f} MiB of memory held, the limit is {self.memory_bytes / MIB:,.0f} MiB"
+                self._lose(worker, f"{what}, and killed")
 
     def _feed(self) -> None:
         for worker in self._workers:
@@ -296,6 +311,15 @@ class WorkerPool:
             task = self._waiting.popleft()
         if task is not None:
             self._outcomes.append(Outcome(tag=task.tag, failure=found))
+
+
+def _resident_bytes(process: int) -> int:
+    """Returns the memory that a process holds; 0 where the system does not say."""
+    try:
+        pages = pathlib.Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _drain(descriptor: int) -> bytes:

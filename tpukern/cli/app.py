@@ -21,6 +21,7 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
     "verify": "tpukern.cli.verify",
     "mutate": "tpukern.cli.mutate",
     "estimate": "tpukern.cli.estimate",
+    "tune": "tpukern.cli.tune",
     "records": "tpukern.cli.records",
     "run": "tpukern.cli.run",
     "cache": "tpukern.cli.cache",
