@@ -76,8 +76,8 @@ def declaration_of(forward: Declaration, function: Callable[..., Any], gives: tu
     known = {o.name: o for o in (*forward.inputs, *forward.outputs)}
     known |= {f"d{o.name}": o for o, role in each_output(forward) if not role.saved}
     statics = [wanted for wanted in takes if wanted in forward.statics]
-    operands = [_as_input(wanted, known[wanted]) for wanted in takes if wanted not in statics]
-    operands += [_as_output(given, known[given[1:]]) for given in outputs]
+    operands = [as_input(wanted, known[wanted]) for wanted in takes if wanted not in statics]
+    operands += [as_output(given, known[given[1:]]) for given in outputs]
     return Declaration(
         kernel=name,
         operands=tuple(operands),
@@ -91,12 +91,14 @@ def declaration_of(forward: Declaration, function: Callable[..., Any], gives: tu
     )
 
 
-def _as_input(name: str, o: Parameter) -> Parameter:
+def as_input(name: str, o: Parameter) -> Parameter:
+    """Returns an operand of the forward pass as an input of the backward pass."""
     role = Input(o.role.dims, o.role.dtype, 0) if isinstance(o.role, Input | Output) else o.role
     return dataclasses.replace(o, name=name, role=role)
 
 
-def _as_output(name: str, o: Parameter) -> Parameter:
+def as_output(name: str, o: Parameter) -> Parameter:
+    """Returns an operand of the forward pass as a result of the backward pass, of the same shape."""
     return dataclasses.replace(o, name=name, role=Output(o.role.dims, o.role.dtype, None, None, False))
 
 
@@ -107,7 +109,15 @@ def run_function(function: Callable[..., Any], signature: Signature, *arrays: An
         SignatureError: It does not return the gradients it has to.
     """
     named = {o.name: array for o, array in zip(signature.inputs, arrays, strict=True)}
-    result = function(**named, **signature.statics)
+    return gradients(signature, function(**named, **signature.statics))
+
+
+def gradients(signature: Signature, result: Any) -> tuple[Any, ...]:
+    """Returns what a backward pass gave by name in declared order, cast and checked.
+
+    Raises:
+        SignatureError: It does not return the gradients it has to.
+    """
     wanted = [o.name for o in signature.outputs]
     if not isinstance(result, Mapping) or sorted(result) != sorted(wanted):
         got = f"a dict of {sorted(result)}" if isinstance(result, Mapping) else f"a {type(result).__name__}"

@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, final, overload
+from typing import TYPE_CHECKING, Any, final, overload
 
 import jax
 
@@ -23,6 +23,9 @@ from tpukern.errors import SignatureError
 from tpukern.targets import Target
 from tpukern.targets import target as target_named
 
+if TYPE_CHECKING:
+    from tpukern.dsl.adoption import Adoption
+
 
 @final
 class Kernel:
@@ -32,7 +35,7 @@ class Kernel:
         name: Its name, unique among kernels.
         op: The torch op it is registered as, or None.
         dtypes: The element types it takes.
-        frontend: `pallas`, `helion`, or `jax` for a backward pass that is a JAX function.
+        frontend: `pallas`, `helion`, or `jax` for a JAX function: an adopted one, or a backward pass written as one.
         reference: The same in plain torch, or None.
         overrides: The ATen ops that it stands in for.
         workloads: Named shapes.
@@ -46,6 +49,7 @@ class Kernel:
         gradient: The backward kernel, or None.
         forward: The kernel that this one is the gradient of, or None.
         helion: What a kernel of the Helion frontend has beyond this, or None.
+        adopted: What an adopted JAX function has beyond this, or None.
         torch_op, torch_call, torch_launch: What dispatch keeps here, so that calls on torch tensors need not look for it.
     """
 
@@ -64,8 +68,9 @@ class Kernel:
         vmem_limit_bytes: int | None = None,
         reject: Callable[[Config, Signature, Target | None], str | None] | None = None,
         helion: HelionForm | None = None,
+        adopted: "Adoption | None" = None,
     ) -> None:
-        self.helion = helion
+        self.helion, self.adopted = helion, adopted
         self.name, self.op, self.dtypes = declaration.kernel, op, declaration.dtypes
         self.declaration, self.fn, self.frontend, self.doc = declaration, fn, frontend, inspect.getdoc(fn) or ""
         self.reference, self.overrides, self.workloads, self.tolerance = reference, overrides, workloads, tolerance
@@ -122,11 +127,13 @@ class Kernel:
         declared = repr(
             (k.kernel, [(o.name, o.role) for o in k.operands], list(k.dims), dict(self._casts), self.vmem_limit_bytes)
         )
-        return source.digest(self._functions(), declared + (self.helion.describe() if self.helion else ""))
+        more = "".join(form.describe() for form in (self.helion, self.adopted) if form is not None)
+        return source.digest(self._functions(), declared + more)
 
     def _functions(self) -> tuple[Callable[..., Any], ...]:
         spans = (dim.span for dim in self.declaration.dims.values())
-        return tuple(f for f in (self.fn, self.build, self.reject, *spans) if f is not None)
+        adopted = self.adopted.function if self.adopted is not None else None
+        return tuple(f for f in (self.fn, self.build, self.reject, adopted, *spans) if f is not None)
 
     # Signatures
 
@@ -200,9 +207,9 @@ class Kernel:
         return self._largest((signature,))
 
     def _calls(self, signatures: tuple[Signature, ...]) -> tuple[composite.Call, ...]:
-        """Returns the kernels that a composite calls at these signatures; none for a tile kernel."""
+        """Returns the kernels that a composite calls at these signatures; none for a tile kernel or an adopted function."""
         found: list[composite.Call] = []
-        for signature in () if self.is_tile or self.helion else signatures:
+        for signature in () if self.is_tile or self.helion or self.adopted else signatures:
             found += composite.calls_of(self._frontend(signature, space.own_default(self)), specs_of(signature))
         return composite.merged(found)
 

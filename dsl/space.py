@@ -13,7 +13,7 @@ from tpukern.dsl.config import Config
 from tpukern.dsl.declaration import unknown_keyword
 from tpukern.dsl.geometry import Geometry
 from tpukern.dsl.signature import Signature
-from tpukern.errors import ConfigError, TpukernError
+from tpukern.errors import ConfigError, SignatureError, TpukernError
 from tpukern.targets import Target
 
 if TYPE_CHECKING:
@@ -76,10 +76,16 @@ def _problem(kernel: "Kernel", signatures: Signatures, config: Config, target: T
         problem: TpukernError | None = None
         if kernel.is_tile:
             problem = Geometry(kernel.declaration, signature, config).problem()
+        elif kernel.adopted is not None:
+            problem = kernel.adopted.problem(signature)
         reason = kernel.reject(config, signature, target) if kernel.reject and problem is None else None
         if reason is not None:
-            found = f"config {config} is rejected: {reason.rstrip('.')}"
-            problem = ConfigError(kernel.name, found, "another config", target=target.name if target else None)
+            where = target.name if target else None
+            if config:
+                found = f"config {config} is rejected: {reason.rstrip('.')}"
+                problem = ConfigError(kernel.name, found, "another config", target=where)
+            else:
+                problem = SignatureError(kernel.name, f"{signature} is rejected: {reason.rstrip('.')}", target=where)
         if problem is not None:
             return problem
     return None

@@ -18,7 +18,14 @@ HEAVY = ("torch", "torch_tpu", "jax", "jaxlib", "helion", "libtpu", "numpy", "ri
 # What a module may import, lowest first: anything of a lower layer, and its own layer. A package stands for all its modules.
 LAYERS = (
     ("tpukern.errors", "tpukern.version", "tpukern.targets", "tpukern.environment"),
-    ("tpukern.jax_adapter", "tpukern.torch_tpu_adapter", "tpukern.pjrt_cpu", "tpukern.helion_adapter", "tpukern.helion_host"),
+    (
+        "tpukern.jax_adapter",
+        "tpukern.jaxprs",
+        "tpukern.torch_tpu_adapter",
+        "tpukern.pjrt_cpu",
+        "tpukern.helion_adapter",
+        "tpukern.helion_host",
+    ),
     ("tpukern.emulated_attention", "tpukern.emulated_ops"),
     ("tpukern.device",),
     ("tpukern.dsl", "tpukern.value_names", "tpukern.autotune.recording", "tpukern.autotune.recalling"),

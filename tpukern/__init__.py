@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         from_helion_config,
         to_helion_config,
     )
+    from tpukern.dsl.adoption import adopt
     from tpukern.dsl.decorator import kernel
     from tpukern.explanation import explain
     from tpukern.lowering import Lowered, lower
@@ -66,6 +67,7 @@ _EXPORTS = {
     "Scratch": "tpukern.dsl",
     "Workload": "tpukern.dsl",
     "from_helion_config": "tpukern.dsl",
+    "adopt": "tpukern.dsl.adoption",
     "kernel": "tpukern.dsl",
     "to_helion_config": "tpukern.dsl",
     "Lowered": "tpukern.lowering",
@@ -114,6 +116,7 @@ __all__ = [
     "Tuned",
     "Workload",
     "__version__",
+    "adopt",
     "compile",
     "device_kind",
     "disable",

@@ -96,6 +96,9 @@ class Case:
         return {o.name: self._of(f"d{o.name}", o, 100 + at) for at, o in enumerate(wanted)}
 
     def _array(self, kernel: Kernel, signature: Signature, at: int, o: Any) -> np.ndarray:
+        drawn = kernel.adopted.draw.get(o.name) if kernel.adopted is not None else None
+        if drawn is not None:
+            return np.asarray(drawn(np.random.default_rng([self.seed, at]), signature)).astype(dtype_named(o.dtype))
         bound = index_bound(kernel.declaration, signature, o.name)
         if bound is None:
             return self._of(o.name, o, at)
@@ -159,6 +162,8 @@ def _prime(above: int) -> int:
 
 def _choices_of(kernel: Kernel, name: str) -> tuple[int, ...]:
     k = kernel.declaration
+    if kernel.adopted is not None and (allowed := kernel.adopted.sizes_of(name)):
+        return (allowed * 3)[:6]
     if name not in k.dims:
         return _WHOLE
     if kernel.helion is not None:
@@ -207,9 +212,13 @@ def _leading(rows: int, form: int) -> tuple[int, ...]:
 
 
 def empty_sizes(kernel: Kernel, rng: np.random.Generator) -> dict[str, Any]:
-    """Returns sizes of which one is 0."""
+    """Returns sizes of which one is 0, if the kernel takes such a size of any dim."""
     k, found = kernel.declaration, sizes(kernel, 0, rng)
-    name = str(rng.choice([n for n in found if n not in k.int_statics]))
+    ruled = kernel.adopted.sizes if kernel.adopted is not None else ()
+    free = [n for n in found if n not in k.int_statics and n not in ruled]
+    if not free:
+        return found
+    name = str(rng.choice(free))
     return {**found, name: (0,) if isinstance(found[name], tuple) else 0}
 
 

@@ -102,7 +102,7 @@ def _copy(kernel: Kernel, rule: jaxprs.Rule) -> Kernel:
     copy = Kernel(
         declaration=kernel.declaration, fn=kernel.fn, frontend=kernel.frontend, reference=kernel.reference,
         workloads=kernel.workloads, tolerance=kernel.tolerance, build=kernel.build, vmem_limit_bytes=kernel.vmem_limit_bytes,
-        reject=kernel.reject,
+        reject=kernel.reject, adopted=kernel.adopted,
     )  # fmt: skip
     copy._casts = kernel._casts
     original = kernel._frontend
