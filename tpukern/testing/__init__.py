@@ -7,7 +7,8 @@ The parts, from the bottom: `values` (inputs), `ulp` (the one error metric), `re
 (rewriting of traced programs), `arithmetic` (what the chip's units compute), `watching` and `semantics` (what its memory
 does); `strategies` (what is drawn from a declaration), `programs` (kernels ready to run), `judging` (what counts as right),
 `properties`, `on_chip` and `strides` (the questions), `shrinking` and `repro` (what becomes of failures), `verdict` (all);
-`plugin` and `items` (verdicts as pytest tests).
+`plugin` and `items` (verdicts as pytest tests); `faults`, `traced_faults`, `canonical` (what programs compute) and `mutation`
+(how the verdict itself is judged).
 """
 
 import importlib

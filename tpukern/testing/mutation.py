@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import re
 import sys
 import tempfile
 import time
@@ -22,11 +21,10 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from tpukern.dsl import Kernel
 from tpukern.errors import ConfigError
-from tpukern.testing import jaxprs, programs, strategies
+from tpukern.testing import canonical, programs, strategies
 from tpukern.testing.faults import Fault, Source, source_faults
 from tpukern.testing.findings import Finding
 from tpukern.testing.judging import Oracle, References, Told, bounds
@@ -39,7 +37,6 @@ CAUGHT, REFUSED, EQUIVALENT, SURVIVED = "caught", "refused", "equivalent", "surv
 _KEPT: Final = 32  # mutants whose programs JAX may keep
 _SEEDS: Final = 4  # of the runs whose points tell whether a mutant is equivalent
 _NUMBERS: Final = itertools.count()
-_PLACES: Final = re.compile(r"(?:at )?[^\s=\[\]()]*\.py:\d+(?::\d+)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,19 +256,9 @@ def _same_programs(kernel: Kernel, other: Kernel, seed: int) -> bool:
 def _program(kernel: Kernel, point: Point) -> str:
     try:
         plan = programs.plan(kernel, point)
-        return _text(jax.make_jaxpr(plan.function())(*plan.specs))
+        return canonical.digest(jax.make_jaxpr(plan.function())(*plan.specs))
     except Exception as error:
-        return _PLACES.sub("", f"{type(error).__name__}: {error}")
-
-
-def _text(closed: core.ClosedJaxpr) -> str:
-    """Returns all of a program: JAX prints neither index maps nor constants."""
-    parts, consts = [_PLACES.sub("", str(closed))], [*closed.consts]
-    for eqn in jaxprs.equations(closed.jaxpr):
-        if eqn.primitive.name == "pallas_call":
-            parts += [str(block.index_map_jaxpr) for block in eqn.params["grid_mapping"].block_mappings]
-        consts += [c for value in eqn.params.values() if isinstance(value, core.ClosedJaxpr) for c in value.consts]
-    return "\n".join([*parts, *(f"{c!r} {np.asarray(c).tobytes().hex()}" for c in consts)])
+        return canonical.without_places(f"{type(error).__name__}: {error}")
 
 
 @functools.lru_cache(maxsize=256)
