@@ -8,12 +8,13 @@ found.step(steps)                         # the events of a stretch in the middl
 import base64
 import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from tpukern import compiling, environment, lowering, worker_pool
 from tpukern.autotune import bundles, chips, estimating, replay
-from tpukern.errors import CompileError
+from tpukern.compiling import Job
+from tpukern.errors import CompileError, TpukernError
 from tpukern.targets import Target
 
 MOST_EVENTS: Final = 200_000  # of one program: a trace of them is 25 MB
@@ -150,14 +151,66 @@ def timeline(bound: Any, target: Target) -> Timeline:
         LowerError: Pallas refuses the kernel.
         CompileError: The compiler refuses it, libtpu is not installed, or the schedule cannot be followed (says why).
     """
-    name = bound.kernel.name
-    texts = _schedules(bound, target)
+    (found,) = timelines([Job(bound=bound, target=target)])
+    if isinstance(found, TpukernError):
+        raise found
+    return found
+
+
+def timelines(jobs: Sequence[Job], on_result: Callable[[int], None] | None = None) -> list[Timeline | TpukernError]:
+    """Records many kernels; each compiles in a worker process, whatever the cache has: it keeps no schedules.
+
+    Args:
+        jobs: Bound kernels and chips.
+        on_result: Called with the place of each job as it is done.
+
+    Returns:
+        For each job, in order, its timeline, or why there is none.
+
+    Raises:
+        CompileError: libtpu is not installed, or no worker process starts.
+    """
+    results: dict[int, Timeline | TpukernError] = {}
+
+    def finish(index: int, found: Timeline | TpukernError) -> None:
+        results[index] = found
+        if on_result is not None:
+            on_result(index)
+
+    def take(outcomes: Sequence[worker_pool.Outcome]) -> None:
+        for outcome in outcomes:
+            finish(outcome.tag, _of_outcome(jobs[outcome.tag], outcome))
+
+    if not jobs:
+        return []
+    size = min(environment.compile_workers(), len(jobs))
+    with worker_pool.WorkerPool(size, environment.compile_timeout_s(), schedules=True) as pool:
+        for index, job in enumerate(jobs):
+            try:
+                lowered = job.lowered or lowering.lower(job.bound, job.target)
+            except TpukernError as error:
+                finish(index, error)
+                continue
+            while not pool.has_room:
+                take(pool.collect())
+            pool.submit(worker_pool.Task(tag=index, module=lowered.module, topology=job.target.topology, options={}))
+        while pool.pending:
+            take(pool.collect())
+    return [results[index] for index in range(len(jobs))]
+
+
+def _of_outcome(job: Job, outcome: worker_pool.Outcome) -> Timeline | TpukernError:
+    name, chip, reply = job.bound.kernel.name, job.target.name, outcome.reply
+    if reply is None:
+        return CompileError(name, outcome.failure or "no result", target=chip)
+    if not reply["ok"]:
+        return compiling.refusal(name, chip, reply["error"])[1]
+    texts = {k: zlib.decompress(base64.b64decode(v)).decode() for k, v in reply.get("schedules", {}).items()}
     try:
-        return recorded(name, texts, target)
+        return recorded(name, texts, job.target)
     except bundles.Unread as reason:
-        raise CompileError(
-            name, f"no timeline: {reason}", "a schedule that can be followed", "See docs/estimate.md.", target=target.name
-        ) from reason
+        expected = "a schedule that can be followed"
+        return CompileError(name, f"no timeline: {reason}", expected, "See docs/estimate.md.", target=chip)
 
 
 def recorded(name: str, texts: dict[str, str], target: Target) -> Timeline:
@@ -194,16 +247,3 @@ def _operation(name: str, memory: _Recorder, cycles: float, begin: float, us: fl
     if end > at:
         events.append(Event(lane="compute", begin_us=at, end_us=end))
     return Operation(name=name, begin_us=begin, end_us=end, events=tuple(sorted(events, key=lambda e: (e.begin_us, e.lane))))
-
-
-def _schedules(bound: Any, target: Target) -> dict[str, str]:
-    lowered = lowering.lower(bound, target)
-    task = worker_pool.Task(tag=0, module=lowered.module, topology=target.topology, options={})
-    with worker_pool.WorkerPool(1, environment.compile_timeout_s(), schedules=True) as pool:
-        pool.submit(task)
-        (outcome,) = pool.collect()
-    if outcome.reply is None:
-        raise CompileError(bound.kernel.name, outcome.failure or "no result", target=target.name)
-    if not outcome.reply["ok"]:
-        raise compiling.refusal(bound.kernel.name, target.name, outcome.reply["error"])[1]
-    return {k: zlib.decompress(base64.b64decode(v)).decode() for k, v in outcome.reply.get("schedules", {}).items()}

@@ -14,7 +14,8 @@ import tpukern
 import tpukern.kernels as tpukern_kernels
 from tpukern.cli import cli
 
-COMMANDS = ["doctor", "list", "show", "compile", "verify", "mutate", "estimate", "tune", "records", "run", "cache"]
+COMMANDS = ["doctor", "list", "show", "compile", "verify", "mutate", "estimate", "tune", "records", "report", "trace"]
+COMMANDS += ["run", "cache"]
 KERNELS = list(tpukern_kernels.__all__)
 RMS_NORM_WORKLOADS = [
     "llama3_8b_prefill",

@@ -37,7 +37,7 @@ DISK_BYTES = 4_000_000_000  # measured: 2.9 GB installed, the rest is pip's unpa
 PYTHONS = ((3, 11), (3, 14))  # torch_tpu has wheels for these
 MARKER = "tpukern-install.json"
 ON_TPU_PLATFORM = sys.platform == "linux" and platform.machine() == "x86_64"  # where libtpu and torch_tpu have wheels
-EXTRAS = "compile,emulator,helion,tune,test" if ON_TPU_PLATFORM else "test"
+EXTRAS = "compile,emulator,helion,report,tune,test" if ON_TPU_PLATFORM else "test"
 
 
 class InstallError(Exception):

@@ -23,6 +23,8 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
     "estimate": "tpukern.cli.estimate",
     "tune": "tpukern.cli.tune",
     "records": "tpukern.cli.records",
+    "report": "tpukern.cli.report",
+    "trace": "tpukern.cli.report",
     "run": "tpukern.cli.run",
     "cache": "tpukern.cli.cache",
 }
