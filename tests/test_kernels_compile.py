@@ -5,13 +5,9 @@ import pytest
 from tpukern import compiling, kernels, target
 from tpukern.dsl import Kernel, Workload
 
-KERNELS: list[Kernel] = [getattr(kernels, name) for name in kernels.__all__]
-ODD: dict[str, list[dict[str, object]]] = {  # sizes of one, smaller than a tile, and with tails, by the type they are tried in
-    "rms_norm": [{"r": 1, "d": 1}, {"r": 37, "d": 100}, {"r": 1000, "d": 257}],
-    "swiglu": [{"m": 1, "f": 1}, {"m": 1000, "f": 3000}],
-    "matmul": [{"m": 5, "n": 1, "k": 64}, {"m": 1000, "n": 700, "k": 1500}],
-    "matmul_nt": [{"m": 300, "n": 1, "k": 64}, {"m": 1, "n": 1, "k": 1}],
-    "matmul_tn": [{"m": 1, "n": 37, "k": 300}],
+KERNELS: list[Kernel] = [k for name in kernels.__all__ if (k := getattr(kernels, name)).frontend == "pallas"]
+# Beyond the borders of blocks, which tests/test_verify_shipped.py compiles.
+ODD: dict[str, list[dict[str, object]]] = {
     "linear": [{"m": 37, "n": 100, "k": 300, "act": act} for act in ("relu", "silu", "gelu_tanh")],
     "flash_attention": [
         {"b": 1, "hk": 1, "g": 2, "i": 1, "j": 1000, "d": 64, "e": 48},  # decoding: a product with one row
@@ -51,11 +47,9 @@ def test_every_workload(chip: str) -> None:
 
 def test_odd_shapes() -> None:
     """On the chip with the least VMEM and the strictest layouts, in either type by turns."""
-    assert_compiled(
-        [
-            job
-            for kernel in KERNELS
-            for n, values in enumerate(ODD[kernel.name])
-            for job in jobs(kernel, (Workload(f"odd{n}", dtype=kernel.dtypes[n % 2], **values),), "v5e")
-        ]
-    )
+    wanted: list[compiling.Job] = []
+    for name, shapes in ODD.items():
+        kernel: Kernel = getattr(kernels, name)
+        for n, values in enumerate(shapes):
+            wanted += jobs(kernel, (Workload(f"odd{n}", dtype=kernel.dtypes[n % 2], **values),), "v5e")
+    assert_compiled(wanted)

@@ -1,0 +1,27 @@
+"""The verdict on every shipped kernel, compiled for two chips at the borders of its blocks.
+
+With a quarter of the examples of `tpukern verify` and few shapes: half a minute of one core a kernel, some two for attention.
+A kernel joins by being named in `kernels.__all__`.
+"""
+
+import pytest
+
+from tpukern import kernels
+from tpukern.testing import PROPERTIES, parity
+
+TARGETS = ("v5e", "v7x")  # the strictest layouts with the least VMEM, and the newest
+EXAMPLES, SHAPES = 20, 3
+
+
+@pytest.mark.parametrize("name", kernels.__all__)
+def test_the_verdict(name: str) -> None:
+    kernel = getattr(kernels, name)
+    verdict = parity(kernel, examples=EXAMPLES, shapes=SHAPES, targets=TARGETS)
+    assert verdict.findings == ()
+    assert verdict.ok
+    asked = {(r.property, r.direction) for r in verdict.results if r.cases}
+    wanted = {(p, d) for p, directions in PROPERTIES.items() for d in directions if d in kernel.directions}
+    assert asked == wanted
+    compiled = next(r.cases for r in verdict.results if r.property == "compiles")
+    assert compiled >= len(kernel.dtypes) * len(kernel.directions) * len(TARGETS)
+    assert {w.dtype for w in verdict.worst} == set(kernel.dtypes)
