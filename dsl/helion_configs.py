@@ -85,11 +85,12 @@ def to_helion_config(kernel: "Kernel", config: Mapping[str, Any]) -> Any:
 
 
 def from_helion_config(kernel: "Kernel", config: Mapping[str, Any]) -> Config:
-    """Returns a `helion.Config`, or a mapping like one, as a config of the kernel.
+    """Returns a `helion.Config`, or a mapping like one, as a config of the kernel; `block_size=8` is `block_sizes=[8]`.
 
     Raises:
         ConfigError: The kernel is none of Helion's.
     """
     if kernel.helion is None:
         raise ConfigError(kernel.name, f"its frontend is {kernel.frontend}", "a kernel of the Helion frontend")
-    return encode(dict(config), kernel.helion.blocks)
+    lists = {f"{key}s": [value] for key, value in config.items() if key in helion_adapter.SHORT}
+    return encode({**{k: v for k, v in config.items() if k not in helion_adapter.SHORT}, **lists}, kernel.helion.blocks)

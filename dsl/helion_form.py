@@ -4,6 +4,7 @@ What such a function does not say, the dims of its tensors, comes from `signatur
 (`helion_source`); outputs that nobody declared come from one run of the generated code on shapes alone.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -233,7 +234,7 @@ class HelionForm:
 
     def _name_blocks(self, form: helion_adapter.Form) -> None:
         names = [re.sub(r"^tile_?(?=.)", "", name).strip("_") for name, _, _ in form.blocks]
-        if len(set(names)) == len(names) and all(name.isidentifier() for name in names):
+        if len(set(names)) == len(names) and all(name.isidentifier() or name.isdigit() for name in names):
             self.blocks = tuple(names)
 
     # --- configs
@@ -370,13 +371,18 @@ class HelionForm:
             return self.largest(signature)
         form = self.form(signature, None)
         start, choices = self._start(form), self.choices(form)
-        changed: dict[str, Any] = {}
-        for key, values in choices.items():
+        config = start
+        for key in sorted(choices, key=lambda key: not key.startswith("block_")):
+            values = choices[key]
             if key.startswith("block_"):
-                changed[key] = values[0] if form_of == "smallest" else values[int(rng.integers(len(values)))]
+                value = values[0] if form_of == "smallest" else values[int(rng.integers(len(values)))]
             elif form_of == "drawn" and key in start:
-                changed[key] = values[int(rng.integers(len(values)))]
-        return self._checked(form, {**start, **changed})
+                value = values[int(rng.integers(len(values)))]
+            else:
+                continue
+            with contextlib.suppress(ConfigError):  # of the other values, some go with no such block
+                config = self._checked(form, {**config, key: value})
+        return config
 
     def _least_blocks(self) -> dict[str, int]:
         """Returns for every dim that is walked by a loop the least block, at sizes where the dims do not limit it."""
@@ -480,8 +486,8 @@ class HelionForm:
         for a, b in itertools.permutations(known, 2):
             if a * b == size:
                 return f"({known[a]} {known[b]})"
-        if size == 1:
-            return "1"
+        if size == 1 or not known:  # without dims all sizes are given, and so are the results'
+            return str(size)
         found = f"an axis of {output} has size {size} when {', '.join(f'{n} is {s}' for s, n in known.items())}"
         raise SignatureError(self.name, found, f"a signature= that says what it is, such as {RULE}")
 

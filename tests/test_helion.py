@@ -87,6 +87,21 @@ def test_configs_pass_through_both_ways(matmul: Kernel) -> None:
     assert kinds == {"emit_pipeline", "fori_loop", "unroll"}
 
 
+def test_helions_short_names_are_read(scaled: Kernel) -> None:
+    scaled.default_config(scaled.workload_signature(Workload("case", r=64, d=128)), "v5e")
+    assert from_helion_config(scaled, {"block_size": 8}) == from_helion_config(scaled, {"block_sizes": [8]})
+    assert dict(from_helion_config(scaled, {"block_size": 8})) == {"block_r": 8}
+
+
+def test_products_of_float32_in_full() -> None:
+    """Helion's own backend takes DEFAULT whatever its setting says; HIGHEST with bfloat16 does not compile."""
+    exact = tpukern.kernel(name="exact", settings={"dot_precision": "ieee"})(matmul_body)
+    for dtype, said in (("float32", "highest"), ("bfloat16", "default")):
+        signature = exact.workload_signature(Workload("case", dtype=dtype, m=256, k=256, n=256))
+        source = exact.helion.source(signature, exact.default_config(signature, "v5e"), None)  # type: ignore[union-attr]
+        assert f"precision='{said}'" in source
+
+
 def test_one_kernel_for_every_road(matmul: Kernel) -> None:
     """Mosaic for a chip, and the same code in interpret form, in either order and twice: no tracer is left behind."""
     specs = (jax.ShapeDtypeStruct((300, 500), jnp.bfloat16), jax.ShapeDtypeStruct((500, 200), jnp.bfloat16))

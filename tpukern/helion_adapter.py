@@ -44,6 +44,7 @@ LISTS: Final = (  # of Helion's config: one entry for each loop, load or reducti
     "indexing",
     "atomic_indexing",
 )
+SHORT: Final = tuple(name[:-1] for name in LISTS[:12] if name != "pallas_load_buffer_count")  # a list of one
 _LOCK: Final = threading.RLock()
 _DEFAULT_CHIP: Final = TARGETS["v5e"]  # what is traced for where no chip is named: it has the strictest layouts
 
@@ -122,6 +123,7 @@ def private_names() -> dict[str, Callable[[], bool]]:
         ("helion.autotuner.config_spec", "ConfigSpec", "default_config"),
         ("helion.autotuner.config_spec", "ConfigSpec", "normalized_config"),
         ("helion.autotuner.config_spec", "ConfigSpec", "_flat_fields"),
+        ("helion._compiler.pallas.backend", "PallasBackend", "map_dot_precision"),
         ("helion.exc", "Base"),
         ("helion.exc", "InvalidConfig"),
         ("helion.exc", "TensorOperationInWrapper"),
@@ -214,12 +216,15 @@ class Form:
         function: Its function.
         bound: Helion's own object.
         blocks: For each block size: the names of its loop variable, its least and its largest value.
+        highest: Whether products are of float32 in full. Helion's setting `dot_precision="ieee"` asks for it, which its Pallas
+            backend does not heed; with 16-bit operands Mosaic does not take it.
     """
 
     name: str
     function: types.FunctionType
     bound: Any
     blocks: tuple[tuple[str, int, int], ...]
+    highest: bool
 
     def default(self) -> dict[str, Any]:
         """Returns Helion's default config."""
@@ -256,7 +261,7 @@ class Form:
 
     def source(self, config: Mapping[str, Any], target: Target | None) -> str:
         """Returns the Python that Helion generates."""
-        with _LOCK, _for_chip(target), explained(self.name, self.function):
+        with _LOCK, _for_chip(target, self.highest), explained(self.name, self.function):
             return str(self.bound.to_code(load().Config.from_dict(dict(config)), output_origin_lines=True))
 
     def run(
@@ -265,8 +270,9 @@ class Form:
         """Runs the kernel on JAX arrays or tracers and returns what its function returns."""
         from tpukern.helion_host import HostMode, HostTensor, Unsupported, array_of
 
-        settings = _Launching(name=self.name, interpret=interpret, vmem_bytes=vmem or (target or _DEFAULT_CHIP).vmem_bytes)
-        with _LOCK, _for_chip(target), explained(self.name, self.function):
+        limit = vmem or (target or _DEFAULT_CHIP).vmem_bytes
+        settings = _Launching(name=self.name, interpret=interpret, vmem_bytes=limit, highest=self.highest)
+        with _LOCK, _for_chip(target, self.highest), explained(self.name, self.function):
             run = self.bound.compile_config(load().Config.from_dict(dict(config)), allow_print=False)
             _forget_outputs(run)
             try:
@@ -323,13 +329,16 @@ def bind(name: str, kernel: Any, arguments: Sequence[Any], target: Target | None
         blocks = []
         for spec in bound.config_spec.block_sizes:
             names = sorted(env.block_sizes[spec.block_id].debug_names)
-            blocks.append((names[0] if names else f"block_{spec.block_id}", spec.min_size, spec.max_size))
-    return Form(name=name, function=kernel.fn, bound=bound, blocks=tuple(blocks))
+            blocks.append((names[0] if names else str(len(blocks)), spec.min_size, spec.max_size))
+    floats = [str(a.dtype) for a in arguments if hasattr(a, "dtype") and "float" in str(a.dtype)]
+    highest = kernel.settings.dot_precision == "ieee" and all(dtype == "float32" for dtype in floats)
+    return Form(name=name, function=kernel.fn, bound=bound, blocks=tuple(blocks), highest=highest)
 
 
 @contextlib.contextmanager
-def _for_chip(target: Target | None) -> Iterator[None]:
-    """Lets Helion and Pallas ask for a chip where JAX only has a CPU: its VMEM, and `get_tpu_info`."""
+def _for_chip(target: Target | None, highest: bool = False) -> Iterator[None]:
+    """Lets Helion and Pallas ask for a chip where JAX only has a CPU: its VMEM, and `get_tpu_info`; and states `highest`."""
+    from helion._compiler.pallas.backend import PallasBackend
     from helion.runtime.pallas import launcher
 
     from tpukern import jax_adapter
@@ -337,11 +346,15 @@ def _for_chip(target: Target | None) -> Iterator[None]:
     chip = target or _DEFAULT_CHIP
     before = launcher._CACHED_VMEM_LIMIT_BYTES
     launcher._CACHED_VMEM_LIMIT_BYTES = chip.vmem_bytes
+    precision = PallasBackend.__dict__["map_dot_precision"]
+    if highest:
+        PallasBackend.map_dot_precision = staticmethod(lambda _: "highest")  # type: ignore[method-assign]
     try:
         with jax_adapter.cpu_as(chip):
             yield
     finally:
         launcher._CACHED_VMEM_LIMIT_BYTES = before
+        PallasBackend.map_dot_precision = precision  # type: ignore[method-assign]
 
 
 def _forget_outputs(run: Any) -> None:
@@ -362,6 +375,7 @@ class _Launching:
     name: str
     interpret: Any
     vmem_bytes: int
+    highest: bool
 
 
 def _launch(how: _Launching, body: Any, grid: Sequence[int], *args: Any, **keywords: Any) -> Any:
@@ -443,7 +457,8 @@ def _one_call(how: _Launching, body: Any, grid: tuple[int, ...], arrays: list[An
     )  # fmt: skip
     in_hbm = {place: out for place, out in aliases.items() if outputs[out] in hbm}
     flags = {"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True} if keywords.get("_use_low_level_scheduler") else None
-    with jax.enable_x64(False):  # index arithmetic of generated code is of 32 bits
+    # Index arithmetic of generated code is of 32 bits. Products that state no precision get the kernel's.
+    with jax.enable_x64(False), jax.default_matmul_precision("highest" if how.highest else "default"):
         results = pl.pallas_call(
             _with_filled_tails(reordered, in_specs, [arrays[at].shape for at in inputs], len(grid or (1,))),
             grid=grid or (1,),
@@ -519,7 +534,9 @@ def _worklist(how: _Launching, body: Any, grid: Any, arrays: list[Any], keywords
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
+_WHERE: Final = re.compile(r"^Error in codegen for node \S+ \(.*? at 0x[0-9a-f]+>\): ")  # says nothing to the user
 _WAYS_ROUND: Final = (  # what Helion's Pallas backend says, and what to do about it
+    (re.compile(r"Move the ragged dimension"), ""),  # it says so itself
     (re.compile(r"int64|uint64|float64|64-bit"), "Cast to a 32-bit type before the call."),
     (re.compile(r"float16\b"), "Use bfloat16 or float32: the TPU has no float16."),
     (re.compile(r"[Cc]losure"), "Pass the value as an argument, or make it a global of the module."),
@@ -559,6 +576,7 @@ def _explanation(name: str, function: Any, error: Exception) -> TpukernError:
     length = getattr(error, "base_msg_len", None)
     said = str(error)[:length] if length else str(error)
     said = " ".join(said.split("While processing:")[0].split()).rstrip(". ")
+    said = _WHERE.sub("", said)
     place = _place(function, error)
     if kind in ("InvalidConfig", "ConfigSpecFragmentWithSymIntFailure"):
         return ConfigError(name, f"Helion refuses the config: {said}", "one of the kernel's own configs")
