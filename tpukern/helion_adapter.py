@@ -326,7 +326,7 @@ def bind(name: str, kernel: Any, arguments: Sequence[Any], target: Target | None
     with _LOCK, _for_chip(target), explained(name, kernel.fn):
         bound = kernel.bind(given)
         env = bound.env
-        blocks = []
+        blocks: list[tuple[str, int, int]] = []
         for spec in bound.config_spec.block_sizes:
             names = sorted(env.block_sizes[spec.block_id].debug_names)
             blocks.append((names[0] if names else str(len(blocks)), spec.min_size, spec.max_size))
@@ -348,13 +348,13 @@ def _for_chip(target: Target | None, highest: bool = False) -> Iterator[None]:
     launcher._CACHED_VMEM_LIMIT_BYTES = chip.vmem_bytes
     precision = PallasBackend.__dict__["map_dot_precision"]
     if highest:
-        PallasBackend.map_dot_precision = staticmethod(lambda _: "highest")  # type: ignore[method-assign]
+        PallasBackend.map_dot_precision = staticmethod(lambda _: "highest")
     try:
         with jax_adapter.cpu_as(chip):
             yield
     finally:
         launcher._CACHED_VMEM_LIMIT_BYTES = before
-        PallasBackend.map_dot_precision = precision  # type: ignore[method-assign]
+        PallasBackend.map_dot_precision = precision
 
 
 def _forget_outputs(run: Any) -> None:
