@@ -10,7 +10,7 @@ import tpukern
 from tpukern import kernels
 from tpukern.dsl import Kernel, Workload
 
-KERNELS: list[Kernel] = [getattr(kernels, name) for name in kernels.__all__]
+KERNELS: list[Kernel] = [k for name in kernels.__all__ if (k := getattr(kernels, name)).frontend == "pallas"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:<TorchTpu/"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # torch_tpu looks at it
