@@ -25,7 +25,7 @@ def judged() -> Iterator[Any]:
             yield pytest.param(name, marks=[pytest.mark.xfail(reason=OPEN[name], strict=True)] if name in OPEN else [])
 
 
-@pytest.mark.parametrize("name", judged())
+@pytest.mark.parametrize("name", list(judged()))
 def test_the_verdict(name: str) -> None:
     kernel = getattr(kernels, name)
     verdict = parity(kernel, examples=EXAMPLES, shapes=SHAPES, targets=TARGETS)
