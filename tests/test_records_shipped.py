@@ -1,4 +1,4 @@
-"""The tuned configs that ship: each is of a kernel and workload that ship too, legal there, chosen, no worse than the default."""
+"""The tuned configs that ship: each is of a kernel and workload that ship too, legal there and no worse than the default."""
 
 import pytest
 
