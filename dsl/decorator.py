@@ -68,7 +68,8 @@ def kernel(
         reference: The same in plain torch.
         overrides: The ATen ops that it stands in for.
         workloads: Named shapes to compile, verify and time.
-        tolerance: How far it may be from the reference, in ULPs of the output's dtype.
+        tolerance: How far it may be from the reference, in ULPs of the output's dtype: a number, or numbers by dtype
+            (`"float32"`), by result (`"y"`) or by both (`"y float32"`).
         build: Takes a signature and a config and returns the JAX callable; then the function only declares.
         vmem_limit_bytes: VMEM to ask for, if more than the chip gives by itself.
         reject: Takes a config, a signature and a target; returns why that config is no good, or None.

@@ -1,11 +1,13 @@
 """The error metric."""
 
 import math
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from tpukern.testing import judging
 from tpukern.testing.ulp import Error, amplification, worst
 
 F32_EPS = 2.0**-23
@@ -118,3 +120,9 @@ def test_empty_scalar_and_shapes():
 def test_text():
     error = worst(np.float32([[1, np.nan]]), np.array([[1.0, 2.0]]))
     assert str(error) == "inf ulp at [0, 1]: got nan, want 2 (1 elements disagree in NaN or Inf)"
+
+
+def test_a_bound_by_result_and_dtype_comes_before_one_by_either():
+    by = judging.bounds(SimpleNamespace(tolerance={"float32": 28, "bfloat16": 4, "o": 3, "o float32": 8}))
+    found = [by.of(SimpleNamespace(name=name, dtype=dtype)) for name in "od" for dtype in ("float32", "bfloat16", "int8")]
+    assert found == [8, 3, 3, 28, 4, 16]

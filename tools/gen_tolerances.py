@@ -113,7 +113,8 @@ def faults(data: dict[str, Any]) -> Iterator[str]:
             continue
         tolerance = getattr(kernels, name).tolerance
         for w in record["worst"]:
-            now = tolerance.get(w["output"], tolerance[w["dtype"]])
+            names = (f"{w['output']} {w['dtype']}", w["output"], w["dtype"])
+            now = next(tolerance[name] for name in names if name in tolerance)
             if now != w["bound"]:
                 before = f"{w['output']} was measured beside a bound of {w['bound']:g} for {w['dtype']}"
                 yield f"{name}: {before}, which is {now:g} now"

@@ -49,18 +49,19 @@ class Bounds:
     """What a kernel promises.
 
     Attributes:
-        by: ULPs by the name of a result, or by dtype.
+        by: ULPs by the name of a result and its dtype (`"o float32"`), by name alone, or by dtype.
     """
 
     by: dict[str, float]
 
     def of(self, o: Operand) -> float:
         """Returns the bound of one result."""
-        return self.by.get(o.name, self.by.get(o.dtype, self.by["*"]))
+        names = (f"{o.name} {o.dtype}", o.name, o.dtype)
+        return next((self.by[name] for name in names if name in self.by), self.by["*"])
 
 
 def bounds(kernel: Any) -> Bounds:
-    """Returns the bounds of a kernel: its `tolerance`, a number or numbers by dtype or result; 16 if it says nothing."""
+    """Returns the bounds of a kernel: its `tolerance`, a number, or numbers by dtype or result or both; 16 without one."""
     given = kernel.tolerance
     table = dict(given) if isinstance(given, dict) else {} if given is None else {"*": float(given)}
     return Bounds(by={"*": 16.0, **{str(name): float(value) for name, value in table.items()}})
