@@ -225,7 +225,8 @@ def lane_sums(p: jax.Array) -> jax.Array:
         Workload("qwen3_30b_a3b_prefill", b=1, hk=4, g=8, i=8192, j=8192, d=128, e=128, causal=True, source=QWEN_MOE),
         Workload("vit_l16", b=64, hk=16, g=1, i=197, j=197, d=64, e=64, source=VIT),
     ),
-    tolerance={"float32": 28, "bfloat16": 4, "o": 4},  # gradients: exponentials of 18 bits (dv errs by 14 in float32)
+    # With the chip's exponentials of 18 bits o errs by 4.4 in float32 (2.4 with exact ones), dv by 14.
+    tolerance={"float32": 28, "bfloat16": 4, "o": 4, "o float32": 12},
 )
 def flash_attention(
     q: Ref = In("*b (hk g) i d"),

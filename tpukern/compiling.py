@@ -246,6 +246,8 @@ class _Run:
         if lowered.vmem_bytes > job.target.vmem_bytes:  # libtpu needs minutes to say so
             refused = _overflow(job.bound.kernel.name, job.target.name, "VMEM", lowered.vmem_bytes, job.target.vmem_bytes)
             value = _value(digest=lowered.digest, vmem_bytes=lowered.vmem_bytes, error=str(refused))
+            if (name := self.keys[index]) is not None:
+                self.cache.put(name, value)
             self._finish(index, value, cached=False)
             return None
         return worker_pool.Task(tag=index, module=lowered.module, topology=job.target.topology, options=self.options)
