@@ -1,8 +1,8 @@
 """Times measured on this machine's TPU, in place of estimates: what `tpukern tune --device` takes.
 
 A config runs under JAX's profiler, and its time is that of the compiled program on the device, as the trace has it, not of the
-host's clock: launching and transfers are not in it. **Never run on hardware**: written on a machine without a TPU. Tested is that
-a machine without one is told so.
+host's clock: launching and transfers are not in it. **Never run on hardware**: written on a machine without a TPU. A test says
+only that a machine without one is told so.
 """
 
 import pathlib
