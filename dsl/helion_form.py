@@ -315,7 +315,7 @@ class HelionForm:
             return config
         limit = min(kernel.vmem_limit_bytes or target.vmem_bytes, target.vmem_bytes)
         least = {f"block_{name}": low for name, (_, low, _) in zip(self.blocks, form.blocks, strict=False)}
-        while self._vmem_bytes(kernel, signature, config, target) > limit:
+        while self.vmem_bytes(kernel, signature, config, target) > limit:
             larger = [key for key, low in least.items() if key in config and config[key] > low]
             if not larger:
                 break
@@ -323,7 +323,7 @@ class HelionForm:
             config = self._checked(form, {**config, key: config[key] // 2})
         return config
 
-    def _vmem_bytes(self, kernel: "Kernel", signature: Signature, config: Config, target: Target) -> int:
+    def vmem_bytes(self, kernel: "Kernel", signature: Signature, config: Config, target: Target) -> int:
         from tpukern.dsl import ir  # only choosing for a chip needs it
 
         function, specs = self.build(kernel, signature, config), [_spec(o.shape, o.dtype) for o in signature.inputs]

@@ -193,7 +193,7 @@ def _all_fit(kernel: "Kernel", signatures: Signatures, config: Config, target: T
     """Whether a config that was tuned at other sizes is within the VMEM estimate of a kernel and of those that it calls."""
     if kernel.helion is not None:
         limit = min(kernel.vmem_limit_bytes or target.vmem_bytes, target.vmem_bytes)
-        return kernel.helion._vmem_bytes(kernel, signatures[0], config, target) <= limit
+        return kernel.helion.vmem_bytes(kernel, signatures[0], config, target) <= limit
     inner = kernel.calls(signatures)
     return _fits(kernel, signatures, config, target) and all(
         _all_fit(call.kernel, call.signatures, Config({**own_default(call.kernel), **config.within(call.kernel.name)}), target)
