@@ -40,6 +40,7 @@ LAYERS = (
         "tpukern.overriding",
         "tpukern.registry",
         "tpukern.routing",
+        "tpukern.scoping",
         "tpukern.running",
         "tpukern.tagging",
         "tpukern.torch_ops",

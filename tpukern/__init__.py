@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tpukern.autotune.tuning import Tuned, tune
     from tpukern.compiling import Compiled, compile
     from tpukern.device import device_kind
-    from tpukern.dispatch import disable, enable
+    from tpukern.dispatch import disable, enable, overrides
     from tpukern.dsl import (
         Acc,
         Block,
@@ -77,6 +77,7 @@ _EXPORTS = {
     "device_kind": "tpukern.device",
     "enable": "tpukern.dispatch",
     "disable": "tpukern.dispatch",
+    "overrides": "tpukern.dispatch",
     "explain": "tpukern.explanation",
     "Estimate": "tpukern.autotune.estimating",
     "estimate": "tpukern.autotune.estimating",
@@ -126,6 +127,7 @@ __all__ = [
     "from_helion_config",
     "kernel",
     "lower",
+    "overrides",
     "target",
     "to_helion_config",
     "tune",

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpukern import choosing, device
+from tpukern.errors import OverrideError
 from tpukern.registry import REGISTRY
 
 if TYPE_CHECKING:
     from tpukern.dsl import Kernel
+    from tpukern.scoping import Scope
 
 
 def enable(*, only: Iterable[str] | None = None, off: Iterable[str] | None = None, opt_in: Iterable[str] | str = ()) -> str:
@@ -31,6 +33,7 @@ def enable(*, only: Iterable[str] | None = None, off: Iterable[str] | None = Non
         DeviceError: There is no device.
         OverrideError: A name is unknown, or two kernels override one op.
     """
+    _refuse_within_scope("enable")
     if device.started() is None:  # before that takes seconds
         for names in (() if only is None else only, off or (), () if opt_in == "all" else opt_in):
             if names:
@@ -60,9 +63,38 @@ def disable() -> None:
         return
     from tpukern import overriding, tagging
 
+    _refuse_within_scope("disable")
     overriding.uninstall()
     REGISTRY.left_out = {}
     tagging.tag()
+
+
+def overrides(*, only: Iterable[str] | None = None, off: Iterable[str] | None = None) -> "Scope":
+    """Narrows, for one ``with`` statement and this thread, what `enable` has put in the place of ATen's.
+
+    Args:
+        only: Kernels or ops that stay, and no others; enabled ones.
+        off: Kernels or ops to leave out.
+
+    Returns:
+        What to enter: ``with tpukern.overrides(off=["rms_norm"]): ...``
+
+    Raises:
+        OverrideError: A name is unknown, or one of `only` is not enabled.
+    """
+    from tpukern import scoping
+
+    return scoping.overrides(only=only, off=off)
+
+
+def _refuse_within_scope(what: str) -> None:
+    """Raises OverrideError inside of ``with tpukern.overrides(...)``, which holds for what was enabled around it."""
+    if REGISTRY.device is None:
+        return
+    from tpukern import scoping
+
+    if scoping.current() is not None:
+        raise OverrideError(what, "a call inside of `with tpukern.overrides(...)`", "one outside of it")
 
 
 def listen() -> None:

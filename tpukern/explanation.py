@@ -101,4 +101,4 @@ def _rows() -> Iterator[Row]:
 
 
 def _direction(op: str) -> Any:
-    return "backward" if op.endswith("_backward") else "forward"
+    return "backward" if "_backward" in op else "forward"

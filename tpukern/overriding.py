@@ -42,6 +42,7 @@ class Active:
         calls: How many calls it took.
         reasons: How many it left, by reason.
         marked: Places of the results by which the backward pass knows ours.
+        saved: Of a backward op, the arguments that its forward op made.
         digest: Of all that its behaviour depends on.
     """
 
@@ -52,6 +53,7 @@ class Active:
         functions = tuple(f for f in (override.impl, override.cond) if f is not None)
         self.digest = source.digest(functions, repr((override.op, override.keys, override.token)))
         self.marked: frozenset[int] = frozenset()
+        self.saved = _saved(self)
         self.undo: list[Callable[[], None]] = []
         self._library = torch.library.Library(self.op.partition("::")[0], "IMPL")
 
@@ -182,12 +184,24 @@ def _forget_fake_results() -> None:
 
 
 def _overload(active: Active) -> Any:
-    namespace, _, rest = active.op.partition("::")
+    return _overload_of(active.op, active.kernel.name)
+
+
+def _overload_of(op: str, kernel: str) -> Any:
+    namespace, _, rest = op.partition("::")
     name, _, overload = rest.partition(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     except AttributeError as error:
-        raise OverrideError(active.kernel.name, f"no op {active.op!r}", "an op of PyTorch's, as aten::mm") from error
+        raise OverrideError(kernel, f"no op {op!r}", "an op of PyTorch's, as aten::mm") from error
+
+
+def _saved(active: Active) -> frozenset[str]:
+    if not (routing.is_backward(active.op) and active.override.flips_with):
+        return frozenset()
+    forward = {a.name for a in _overload_of(active.override.flips_with[0], active.kernel.name)._schema.arguments}
+    own = (a.name for a in _overload(active)._schema.arguments if "Tensor" in str(a.type))
+    return frozenset(name for name in own if name not in forward and not name.startswith("grad"))
 
 
 def _name(overload: Any) -> str:

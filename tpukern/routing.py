@@ -5,15 +5,16 @@ nothing else: torch.compile runs them once for a graph, and here they run once f
 `impl` turned out to be one launch of a kernel on the op's own tensors, later calls go straight to the registered kernel.
 """
 
+import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from tpukern import torch_tpu_adapter
+from tpukern import scoping, torch_tpu_adapter
 from tpukern.errors import OverrideError, SignatureError
 from tpukern.launching import CALLER, Launch
 
@@ -40,10 +41,14 @@ def route(active: "Active", schema: Any, leave: Callable[..., Any]) -> Callable[
         `route(keyset, *args, **kwargs)`; on the backend's own key `route(*args, **kwargs)`, which remembers.
     """
     takes, serve = _conditions(active, schema), _implementation(active, schema)
+    scoped = _scoped(active, schema)
     if remembers(active, schema):
-        return _Remembering(active, schema, takes, serve, leave).generate()
+        return _Remembering(active, schema, takes, serve, scoped, leave).generate()
 
     def plain(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if scoping.leaves_out(active.op):
+            active.refused(scoping.LEFT_OUT)
+            return leave(keyset, *args, **kwargs)
         reason = takes(*args, **kwargs)
         if reason is None:
             active.calls += 1
@@ -89,9 +94,10 @@ class _Remembering:
         schema: Any,
         takes: Callable[..., str | None],
         serve: Callable[..., Any],
+        scoped: "Scoped",
         leave: Callable[..., Any],
     ) -> None:
-        self.active, self.schema, self.takes, self.serve = active, schema, takes, serve
+        self.active, self.schema, self.takes, self.serve, self.scoped = active, schema, takes, serve, scoped
         self.leave = functools.partial(leave, torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, BACKEND_KEY)))
         self.positional = sum(not a.kwarg_only for a in schema.arguments)
         self.keywords = [a.name for a in schema.arguments if a.kwarg_only]
@@ -111,8 +117,12 @@ class _Remembering:
         strict = ", ".join(_KEYS[kind].format(name) for name, kind in zip(names, kinds, strict=True))
         lenient = ", ".join(_KEYS[_OPTIONAL.get(kind, kind)].format(name) for name, kind in zip(names, kinds, strict=True))
         every, tensors = ", ".join(names), ", ".join(names[at] for at in self.tensors)
+        scope |= {f"w{at}": watched for at, watched in enumerate(self.scoped.watched)}
+        watched = " or ".join(f"w{at}" for at in range(len(self.scoped.watched))) or "False"
         text = f"""
 def route({", ".join(written)}):
+    if ({watched}) and left_out(({every},)):
+        return leave(({every},))
     try:
         key = ({strict},)
     except AttributeError:  # a tensor that is None
@@ -126,7 +136,8 @@ def route({", ".join(written)}):
         explain(key, [{tensors}])
         raise
 """
-        exec(text, scope | {"direct": self.direct.get, "otherwise": self.otherwise, "explain": self.explain}, scope)
+        scope |= {"direct": self.direct.get, "otherwise": self.otherwise, "explain": self.explain}
+        exec(text, scope | {"left_out": self.scoped.leaves, "leave": self.natively}, scope)
         function: Callable[..., Any] = scope["route"]
         return function
 
@@ -171,6 +182,14 @@ def route({", ".join(written)}):
             self.direct[key] = run
         else:
             self.others[key] = self.serving
+        return results
+
+    def natively(self, args: tuple[Any, ...]) -> Any:
+        """Serves a call that a scope leaves out."""
+        self.active.refused(scoping.LEFT_OUT)
+        given, keywords = self.split(args)
+        results = self.leave(*given, **keywords)
+        self.scoped.left(results)
         return results
 
     def refusing(self, reason: str) -> Callable[[tuple[Any, ...]], Any]:
@@ -239,6 +258,46 @@ def _assembling(run: Direct, parts: Sequence[tuple[str, Any]], *, single: bool) 
     return assemble
 
 
+# --- scopes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoped:
+    """What scopes are to one op.
+
+    Attributes:
+        watched: Where all of these are empty, no call is left out.
+        leaves: Whether a call is left out, by all its arguments.
+        left: Told what a call that was left out returned.
+    """
+
+    watched: tuple[Sized, ...]
+    leaves: Callable[[tuple[Any, ...]], bool]
+    left: Callable[[Any], None]
+
+
+def _scoped(active: "Active", schema: Any) -> Scoped:
+    op = active.op
+    if not is_backward(op):
+        keep = scoping.keep if active.override.flips_with and not active.marked else lambda results: None
+        return Scoped(watched=(scoping.ENTERED,), leaves=lambda args: scoping.leaves_out(op), left=keep)
+    if active.is_guard:  # the marks tell
+        return Scoped(watched=(), leaves=lambda args: False, left=lambda results: None)
+    places = [at for at, name in enumerate(a.name for a in schema.arguments) if name in active.saved]
+
+    def leaves(args: tuple[Any, ...]) -> bool:
+        if torch_tpu_adapter.may_be_compiling():  # of the graph that is made, forward and backward, in one scope
+            return scoping.leaves_out(op)
+        return scoping.is_kept([args[at] for at in places])
+
+    return Scoped(watched=(scoping.ENTERED, scoping.STORAGES), leaves=leaves, left=lambda results: None)
+
+
+def is_backward(op: str) -> bool:
+    """Returns whether an ATen op is the backward pass of another one."""
+    return "_backward" in op
+
+
 # --- what an override says -------------------------------------------------------------------------------------------
 
 
@@ -305,7 +364,7 @@ def shapes_with_tokens(active: "Active", schema: Any, native: Callable[..., Any]
 
     def shapes(*args: Any, **kwargs: Any) -> Any:
         results = native(*args, **kwargs)
-        if takes(*args, **kwargs) is not None:
+        if scoping.leaves_out(active.op) or takes(*args, **kwargs) is not None:
             return results
         return tuple(r.new_empty(TOKEN_SHAPE) if at in active.marked else r for at, r in enumerate(results))
 
