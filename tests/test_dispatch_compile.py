@@ -1,5 +1,6 @@
 """Kernels and overrides in graphs of torch.compile: whole graphs, training, and caches of other processes."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -208,6 +209,16 @@ def test_the_users_cache_tag_is_kept() -> None:
     assert len({enabled, everything, disabled}) == 3
     tpukern.enable(only=["rms_norm"])
     assert torch.compiler.config.cache_key_tag == enabled
+
+
+def test_every_thread_has_the_tag() -> None:
+    """Else a graph compiled in a thread is taken from PyTorch's cache on disk though its kernels have changed."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for switch in (tpukern.enable, tpukern.disable, tpukern.enable):
+            switch()
+            here = torch.compiler.config.cache_key_tag
+            assert "tpukern-" in here
+            assert pool.submit(lambda: torch.compiler.config.cache_key_tag).result() == here
 
 
 def test_a_kernel_declared_after_enable_changes_the_tag() -> None:

@@ -23,6 +23,14 @@ def tag(*, fresh: bool = False) -> None:
     if REGISTRY.tag is None or config.cache_key_tag != REGISTRY.tag:
         REGISTRY.user_tag = config.cache_key_tag
     REGISTRY.tag = config.cache_key_tag = f"{REGISTRY.user_tag}tpukern-{fingerprint()}"
+    _tag_other_threads(REGISTRY.tag)
+
+
+def _tag_other_threads(value: str) -> None:
+    """PyTorch keeps a setting for the thread that made it; a thread that made none has the default, which is no public name."""
+    from torch.compiler import config
+
+    config._config["cache_key_tag"].default = value  # type: ignore[attr-defined]
 
 
 def ensure() -> None:
