@@ -15,7 +15,7 @@ import tpukern.kernels as tpukern_kernels
 from tpukern.cli import cli
 
 COMMANDS = ["doctor", "list", "show", "compile", "verify", "mutate", "estimate", "tune", "records", "report", "trace"]
-COMMANDS += ["run", "cache"]
+COMMANDS += ["port", "run", "cache"]
 KERNELS = list(tpukern_kernels.__all__)
 RMS_NORM_WORKLOADS = [
     "llama3_8b_prefill",

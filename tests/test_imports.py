@@ -45,7 +45,7 @@ LAYERS = (
         "tpukern.tagging",
         "tpukern.torch_ops",
     ),
-    ("tpukern.testing", "tpukern.autotune", "tpukern.verify"),
+    ("tpukern.testing", "tpukern.autotune", "tpukern.verify", "tpukern.porting"),
     ("tpukern.cli",),
 )
 

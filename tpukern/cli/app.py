@@ -25,6 +25,7 @@ COMMANDS = {  # name -> module that holds the command, under its own name with "
     "records": "tpukern.cli.records",
     "report": "tpukern.cli.report",
     "trace": "tpukern.cli.report",
+    "port": "tpukern.cli.port",
     "run": "tpukern.cli.run",
     "cache": "tpukern.cli.cache",
 }
